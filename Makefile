@@ -1,0 +1,42 @@
+# Needs Python >= 3.10, pip and make; everything else goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install verify test lint clean
+
+help:
+	@echo "make verify   verify all built-in subjects, and show the collectives of one transformer block"
+	@echo "make test     run the CPU tests"
+	@echo "make lint     ruff, mypy and import-linter"
+	@echo "make clean    remove .venv, caches and build outputs"
+
+# A new environment only when the pins or the project's own requirements have changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	@touch $@
+
+install: $(INSTALLED)
+
+verify: $(INSTALLED)
+	$(BIN)/tpverify verify
+	$(BIN)/tpverify ledger transformer_block
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 properties
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	find tpverify properties -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,110 @@
+"""A case: everything that determines one run, as plain data with an evaluable repr that can be read back safely."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tpverify.errors import CaseError
+
+VALUES = ("normal", "integers", "edges", "one_shard", "repeated", "spike")
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+GROUPS = ("world", "blocks", "strided")
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """One run of one subject.
+
+    Attributes:
+        subject: the subject's name, built-in or ``module:attribute``.
+        config: the subject's own frozen dataclass of plain values.
+        world_size: TP degree; the world is larger than that when ``groups`` is not ``"world"``.
+        seed: decides parameters, inputs and cotangents.
+        values: how tensors are filled. ``normal``: Gaussian. ``integers``: small non-zero integers, for bitwise comparison.
+            For integer inputs: ``edges`` (first and last id of every shard), ``one_shard`` (all ids owned by one rank),
+            ``repeated`` (one id only). ``spike``: one huge value per row, on one shard only.
+        layout: memory layout of floating-point inputs and of the cotangent.
+        groups: ``world``: the TP group is the world. ``blocks`` / ``strided``: two TP groups of ``world_size`` ranks each
+            run side by side with different data, on ranks [0..W) and [W..2W), or on the even and the odd ranks.
+    """
+
+    subject: str
+    config: Any
+    world_size: int
+    seed: int = 0
+    values: str = "normal"
+    layout: str = "contiguous"
+    groups: str = "world"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
+            raise CaseError(f"Expected a world size of at least 1 but got world_size={self.world_size!r}")
+        for name, allowed in (("values", VALUES), ("layout", LAYOUTS), ("groups", GROUPS)):
+            if getattr(self, name) not in allowed:
+                raise CaseError(f"Expected one of {', '.join(allowed)} but got {name}={getattr(self, name)!r}")
+
+    def __repr__(self) -> str:
+        parts = [repr(self.subject), repr(self.config), f"world_size={self.world_size}"]
+        for field in dataclasses.fields(self)[3:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={value!r}")
+        return f"Case({', '.join(parts)})"
+
+
+def parse_case(text: str, config_types: Mapping[str, type]) -> Case:
+    """Read back ``repr(case)`` without evaluating code.
+
+    Args:
+        text: ``Case('name', SomeConfig(...), world_size=2, ...)``; config arguments must be literals or nested configs.
+        config_types: the dataclasses that may appear, by class name.
+
+    Raises:
+        CaseError: the text is not of that form.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}") from error
+    case = _build(tree, {**config_types, "Case": Case}, text)
+    if not isinstance(case, Case):
+        raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}")
+    return case
+
+
+def subject_of(text: str) -> str:
+    """The subject's name in the text of a case, read before the config's type is known."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        tree = None
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "Case":
+        named = [keyword.value for keyword in tree.keywords if keyword.arg == "subject"]
+        for node in [*tree.args[:1], *named]:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                return node.value
+    raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}")
+
+
+def _build(node: ast.expr, types: Mapping[str, type], text: str) -> Any:
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name not in types:
+            known = ", ".join(sorted(types)) or "none"
+            raise CaseError(f"Expected one of the classes {known} but got {name!r} in {text!r}")
+        args = [_build(arg, types, text) for arg in node.args]
+        kwargs = {keyword.arg: _build(keyword.value, types, text) for keyword in node.keywords if keyword.arg}
+        try:
+            return types[name](*args, **kwargs)
+        except TypeError as error:
+            raise CaseError(f"Expected arguments that {name} accepts but got {ast.unparse(node)!r}: {error}") from error
+    if isinstance(node, ast.Tuple):
+        return tuple(_build(element, types, text) for element in node.elts)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise CaseError(f"Expected literals only but got {ast.unparse(node)!r} in {text!r}") from error

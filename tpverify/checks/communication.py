@@ -1,0 +1,122 @@
+"""Checks ``communication`` and ``buffers``: exactly the collectives that are needed, agreed between ranks, on sound buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+
+from tpverify.checks.finding import Finding
+from tpverify.errors import CollectiveMismatch, Deadlock
+from tpverify.ledger.ledger import HAZARDS, Ledger
+from tpverify.ledger.matching import located
+from tpverify.ledger.record import Record
+from tpverify.run import Comparison
+from tpverify.subjects.subject import Collective
+
+COMPARED_PHASES = ("forward", "backward", "recompute", "optimizer")
+"""What happens while the module is built is nobody's concern."""
+
+
+def communication(comparison: Comparison) -> list[Finding] | None:
+    """Ranks agree on every collective; and there are exactly those that the subject declares, in the right place and size."""
+    run = comparison.parallel
+    if isinstance(run.error, (CollectiveMismatch, Deadlock)):
+        return [Finding(_within(run.error.ranks, comparison.members), "", str(run.error))]
+    if run.error is not None or not comparison.reference.ranks:
+        return None
+    findings = _disagreements(comparison)
+    declared = comparison.subject.communication
+    if declared is None:
+        return findings if len(run.ledger) or findings else None
+    expected = [collective for collective in declared(comparison.case.config, comparison.case.world_size) if collective.count]
+    return findings + _differences(comparison, expected)
+
+
+def _within(ranks: tuple[int, ...], members: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(members.index(rank) for rank in ranks if rank in members) or tuple(range(len(members)))
+
+
+def _disagreements(comparison: Comparison) -> list[Finding]:
+    """Ranks of one group must have issued equally many collectives of each kind in each place."""
+    members = comparison.members
+    counted: dict[int, Counter[tuple[str, str, str]]] = {
+        rank: Counter(
+            (record.kind, record.phase, record.module)
+            for record in comparison.parallel.ledger.rank(rank)
+            if record.group_ranks == members and record.phase in COMPARED_PHASES and record.collective_seq_id
+        )
+        for rank in members
+    }
+    findings = []
+    for index, rank in enumerate(members[1:], start=1):
+        for kind, phase, module in sorted(set(counted[members[0]]) | set(counted[rank])):
+            here, there = counted[rank][kind, phase, module], counted[members[0]][kind, phase, module]
+            if here != there:
+                where = f" of {module}" if module else ""
+                message = f"Expected all ranks to issue the same collectives but rank {index} issued {here} {kind} in {phase}{where} and rank 0 {there}"
+                findings.append(Finding((index,), "", message))
+    return findings
+
+
+def _differences(comparison: Comparison, expected: list[Collective]) -> list[Finding]:
+    """What the declared collectives and each rank's ledger have beyond each other; ranks with the same difference share a finding."""
+    by_message: dict[str, list[int]] = {}
+    for index, rank in enumerate(comparison.members):
+        for message in _rank_differences(expected, comparison.parallel.ledger.rank(rank)):
+            by_message.setdefault(message, []).append(index)
+    return [Finding(tuple(ranks), "", message) for message, ranks in by_message.items()]
+
+
+def _rank_differences(expected: list[Collective], ledger: Ledger) -> list[str]:
+    remaining = [collective.count for collective in expected]
+    last: dict[str, Record] = {}
+    extra: list[tuple[Record, bool]] = []
+    for record in ledger:
+        if record.phase not in COMPARED_PHASES or (len(record.group_ranks) == 1 and not any(_fits(c, record) for c in expected)):
+            continue
+        matching = [i for i, collective in enumerate(expected) if _fits(collective, record)]
+        free = [i for i in matching if remaining[i]]
+        if free:
+            remaining[free[0]] -= 1
+        else:
+            extra.append((record, bool(matching)))
+        last[record.phase] = record
+    messages = []
+    for collective, missing in zip(expected, remaining, strict=True):
+        if missing:
+            messages.append(_missing(collective, missing, last.get(collective.phase)))
+    for record, repeated in extra:
+        ordinal = "once more than declared" if repeated else "which nothing declares"
+        messages.append(f"Expected no further collective in {record.phase} but got {located(record)}, {ordinal}")
+    return list(dict.fromkeys(messages))
+
+
+def _fits(collective: Collective, record: Record) -> bool:
+    return (
+        collective.kind == record.kind
+        and collective.phase == record.phase
+        and fnmatchcase(record.module, collective.module)
+        and collective.elements in (None, record.elements)
+    )
+
+
+def _missing(collective: Collective, missing: int, last: Record | None) -> str:
+    size = f" of {collective.elements} elements" if collective.elements is not None else ""
+    module = f" of {collective.module}" if collective.module not in ("", "*") else ""
+    after = f"nothing after {located(last)}" if last else f"no collective in {collective.phase} at all"
+    plural = "s" if collective.count > 1 else ""
+    return f"Expected {collective.count} {collective.kind}{plural}{size} in {collective.phase}{module} but got {collective.count - missing}: {after}"
+
+
+def buffers(comparison: Comparison) -> list[Finding] | None:
+    """No collective is given a buffer, or a handle treated in a way, that a real backend does not survive."""
+    run = comparison.parallel
+    if run.error is not None or not any(len(record.group_ranks) > 1 for record in run.ledger):
+        return None
+    by_message: dict[str, set[int]] = {}
+    for record in run.ledger.hazards():
+        for hazard in record.hazards:
+            if len(record.group_ranks) > 1:
+                text = f"Expected sound use of buffers but got {HAZARDS[hazard]}\n  {located(record)}"
+                by_message.setdefault(text, set()).add(comparison.members.index(record.rank))
+    return [Finding(tuple(sorted(ranks)), "", text) for text, ranks in by_message.items()]

@@ -1,0 +1,61 @@
+"""Checks ``forward``, ``input-gradient`` and ``parameter-gradient``: is it still the same function?"""
+
+from __future__ import annotations
+
+import torch
+
+from tpverify.checks.finding import Finding, compare_placed, gradient_scale, per_rank
+from tpverify.run import Comparison, Placed
+
+
+def forward(comparison: Comparison) -> list[Finding] | None:
+    """Every output equals the reference's, on every rank."""
+    if not comparison.parallel.ranks or not comparison.reference.ranks:
+        return None
+    expected = comparison.reference.ranks[0].outputs
+    findings: list[Finding] = []
+    for rank, run in enumerate(comparison.parallel.ranks):
+        if set(run.outputs) != set(expected):
+            message = f"Expected the outputs {', '.join(expected) or 'none'} but rank {rank} returned {', '.join(run.outputs) or 'none'}"
+            findings.append(Finding((rank,), "output", message))
+    for label, placed in expected.items():
+        assert placed.local is not None
+        actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].outputs, label)
+        findings += compare_placed(comparison, label, placed.local, actual)
+    return findings
+
+
+def input_gradient(comparison: Comparison) -> list[Finding] | None:
+    """The gradient with respect to every input equals the reference's, on every rank."""
+    if not comparison.parallel.ranks or not comparison.reference.ranks:
+        return None
+    expected = comparison.reference.ranks[0].input_gradients
+    rms = gradient_scale(comparison)
+    findings: list[Finding] = []
+    for name, placed in expected.items():
+        actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].input_gradients, name)
+        findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
+    return findings if expected else None
+
+
+def parameter_gradient(comparison: Comparison) -> list[Finding] | None:
+    """The gradient of every parameter, after ``finalize_gradients``, equals the reference's; None where it has one is a violation."""
+    if not comparison.parallel.ranks or not comparison.reference.ranks:
+        return None
+    expected = comparison.reference.ranks[0].parameter_gradients
+    aliases = {name for names in comparison.parallel.ranks[0].ties for name in names[1:]}
+    rms = gradient_scale(comparison)
+    findings: list[Finding] = []
+    for name, placed in expected.items():
+        if name not in aliases:
+            actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
+            findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
+    return findings if expected else None
+
+
+def compare_gradient(comparison: Comparison, label: str, expected: Placed, actual: dict[int, Placed], rms: float) -> list[Finding]:
+    """As :func:`compare_placed`; where the reference has no gradient, ranks must have none or zero."""
+    if expected.local is not None:
+        return compare_placed(comparison, label, expected.local, actual, rms)
+    extra = [rank for rank, placed in actual.items() if placed.local is not None and bool(torch.any(placed.local != 0))]
+    return [Finding(tuple(extra), label, f"Expected {label} to be None as in the reference but got a gradient")] if extra else []

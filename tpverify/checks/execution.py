@@ -1,0 +1,42 @@
+"""Checks ``execution`` and ``rejection``: the code under test runs where it must and refuses what it must refuse."""
+
+from __future__ import annotations
+
+from tpverify.checks.finding import Finding
+from tpverify.errors import RankError, RankTimeout
+from tpverify.run import Comparison
+
+_SAVED = "modified by an inplace operation"
+
+
+def rejects(comparison: Comparison) -> bool:
+    """Whether the subject says that this case must be refused."""
+    rejects = comparison.subject.rejects
+    return rejects is not None and rejects(comparison.case.config, comparison.case.world_size)
+
+
+def execution(comparison: Comparison) -> list[Finding] | None:
+    """No rank raises or hangs."""
+    error = comparison.parallel.error
+    if rejects(comparison):
+        return None
+    if not isinstance(error, (RankError, RankTimeout)):
+        return []
+    ranks = tuple(comparison.members.index(rank) for rank in error.ranks if rank in comparison.members)
+    if error.ranks and not ranks:
+        return []
+    diagnosis = ""
+    if isinstance(error, RankError) and _SAVED in str(error.exception):
+        diagnosis = "a collective (or other operation) in place over a tensor that autograd has saved fits this: real backends compute wrong gradients without a word"
+    return [Finding(ranks or tuple(range(len(comparison.members))), "", f"Expected every rank to finish but {error}", diagnosis)]
+
+
+def rejection(comparison: Comparison) -> list[Finding] | None:
+    """A case that cannot be sharded is refused with a ValueError."""
+    if not rejects(comparison):
+        return None
+    error = comparison.parallel.error
+    if isinstance(error, RankError) and isinstance(error.exception, ValueError):
+        return []
+    got = "no rank refused it" if error is None else str(error)
+    return [Finding(tuple(range(len(comparison.members))), "", f"Expected {comparison.case.config!r} to be refused with a ValueError on {comparison.case.world_size} ranks but {got}")]

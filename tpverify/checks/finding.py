@@ -1,0 +1,115 @@
+"""What a check answers, and the comparisons that several checks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tpverify.run import Comparison, Placed
+from tpverify.sharding import Partial, Replicate, describe, shard
+from tpverify.tolerance import compare, tolerance
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken check, before the case is added.
+
+    Attributes:
+        ranks: ranks within the TP group.
+        tensor: label of the tensor concerned, or "".
+        message: what was expected and what was found.
+        diagnosis: one line where an exact pattern fits, or "".
+    """
+
+    ranks: tuple[int, ...]
+    tensor: str
+    message: str
+    diagnosis: str = ""
+
+
+Check = Callable[[Comparison], "list[Finding] | None"]
+"""A check: its findings, or None where the case holds nothing for it to look at."""
+
+
+def bound_of(comparison: Comparison) -> float:
+    """Largest relative error of correct code; 0 where arithmetic is exact."""
+    if comparison.case.values == "integers" and comparison.subject.exact_for(comparison.case.config):
+        return 0.0
+    return tolerance(comparison.subject.precision, comparison.reference.depth, comparison.reference.terms)
+
+
+def gradient_scale(comparison: Comparison) -> float:
+    """Largest root mean square of any logical gradient of the case: what a gradient that cancels to zero is noise against."""
+    reference = comparison.reference.ranks[0]
+    gradients = [placed.local for placed in (*reference.input_gradients.values(), *reference.parameter_gradients.values())]
+    sizes = [float(g.norm()) / g.numel() ** 0.5 for g in gradients if g is not None and g.numel()]
+    return max((size for size in sizes if size == size and size != float("inf")), default=0.0)
+
+
+def compare_placed(
+    comparison: Comparison, label: str, expected: torch.Tensor, actual: Mapping[int, Placed], rms: float = 0.0
+) -> list[Finding]:
+    """Compare every rank's part of a tensor with its part of the logical value; a Partial one by the sum over ranks.
+
+    Args:
+        label: how the tensor is called in the message.
+        expected: the logical tensor.
+        actual: by rank; ranks that hold none may be absent.
+        rms: root mean square below which differences are noise, see :func:`tpverify.tolerance.compare`.
+    """
+    size = comparison.case.world_size
+    missing = [rank for rank, placed in actual.items() if placed.local is None]
+    if missing and not (len(missing) < len(actual) and all(isinstance(placed.layout, Partial) for placed in actual.values())):
+        return [Finding(tuple(missing), label, f"Expected {label} to be there but rank{_s(missing)} {_listed(missing)} left None")]
+    held = {rank: placed for rank, placed in actual.items() if placed.local is not None}
+    summed = [placed.local for placed in held.values() if isinstance(placed.layout, Partial) and placed.local is not None]
+    if summed and len(summed) == len(held):
+        total = torch.stack(list(summed)).sum(0) if len({t.shape for t in summed}) == 1 else summed[0]
+        held = {rank: Placed(total, Replicate()) for rank in held}
+    findings: dict[str, list[int]] = {}
+    for rank, placed in held.items():
+        assert placed.local is not None
+        text = _difference(comparison, label, shard(expected, placed.layout, rank, size), placed.local, rms)
+        if text:
+            where = f"{describe(placed.layout, size)}, " if not summed else "Partial, summed over ranks, "
+            findings.setdefault(f"{text}\n({where}world size {size})", []).append(rank)
+    return [Finding(tuple(ranks), label, message) for message, ranks in _merged(findings).items()]
+
+
+def _difference(comparison: Comparison, label: str, expected: torch.Tensor, actual: torch.Tensor, rms: float) -> str:
+    """The first line says what differs; empty if nothing does."""
+    if expected.shape != actual.shape:
+        return f"Expected {label} to have the local shape {tuple(expected.shape)} but got {tuple(actual.shape)}"
+    bound = bound_of(comparison)
+    mismatch = compare(actual, expected, bound=bound, scale=rms * expected.numel() ** 0.5 if bound else None)
+    if mismatch is None:
+        return ""
+    allowed = f"at most {bound:.1e}" if bound else "0 (exact on small integers)"
+    return (
+        f"Expected {label} to equal the reference but {mismatch.mismatched} of {mismatch.total} elements differ\n"
+        f"Largest difference at index {mismatch.worst_index}: expected {mismatch.expected_value:.6g} but got {mismatch.actual_value:.6g}\n"
+        f"Relative error: {mismatch.relative:.1e}, of the worst row {mismatch.row_relative:.1e} ({allowed} allowed)"
+    )
+
+
+def _merged(findings: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Ranks with their own numbers stay one finding: the first rank's numbers stand for all."""
+    if len(findings) < 2:
+        return findings
+    ranks = sorted(rank for group in findings.values() for rank in group)
+    return {min(findings.items(), key=lambda item: item[1])[0]: ranks}
+
+
+def per_rank(comparison: Comparison, part: Callable[[int], Mapping[str, Placed]], label: str) -> dict[int, Placed]:
+    """One tensor on all the ranks that have it."""
+    return {rank: part(rank)[label] for rank in range(len(comparison.parallel.ranks)) if label in part(rank)}
+
+
+def _s(items: Iterable[object]) -> str:
+    return "s" if len(list(items)) > 1 else ""
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

@@ -1,0 +1,32 @@
+"""``tpverify replay``: one case again, with its failure reports and its ledger."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+
+from tpverify.cli.exit_codes import ExitCode
+from tpverify.cli.params import verbose_option, world_option
+
+
+@click.command("replay", short_help="Run one case again, from its text.")
+@click.argument("case_text", metavar="CASE")
+@world_option
+@verbose_option
+def command(case_text: str, world: str) -> None:
+    """Run one case again: the text of a case, as a failure report shows it.
+
+    Prints each violation, and the collectives that the case issued.
+    """
+    from tpverify import verification
+    from tpverify.report.ledger_text import ledger_table
+    from tpverify.violation import failure_report
+
+    subject, case = verification.read_case(case_text)
+    violations = verification.check_case(subject, case, world=world)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for violation in violations:
+        console.print(failure_report(violation) + "\n")
+    console.print(ledger_table(verification.run_case(subject, case).parallel.ledger))
+    console.print(f"{case!r}: {len(violations)} violations")
+    click.get_current_context().exit(ExitCode.VIOLATED if violations else ExitCode.HELD)

@@ -1,0 +1,103 @@
+"""Do the ranks agree? Compares what each rank issued, call by call, and names the first difference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from tpverify.ledger.record import Record
+
+ROOTED = ("broadcast", "reduce", "scatter", "gather")
+
+
+def disagreement(first: Record, other: Record) -> str | None:
+    """The first property in which two ranks' records of one collective differ, or None.
+
+    Properties, in order: group, kind, reduce op, root, dtype, shape. Shapes that may legitimately differ (uneven gathers,
+    all-to-all) are left to the exchange, which sees both sides' buffers.
+    """
+    if first.group_ranks != other.group_ranks:
+        return "group"
+    if first.kind != other.kind:
+        return "kind"
+    if first.reduce_op != other.reduce_op:
+        return "reduce op"
+    if first.kind in ROOTED and first.root != other.root:
+        return "root"
+    if first.kind in ("scatter", "gather"):
+        return None if _leaf_dtype(first) == _leaf_dtype(other) else "dtype"
+    if first.input_dtypes[:1] != other.input_dtypes[:1]:
+        return "dtype"
+    if first.kind == "all_to_all":
+        return None
+    if first.input_sizes != other.input_sizes and not (_declares_uneven(first) and _declares_uneven(other)):
+        return "shape"
+    if first.input_dtypes != other.input_dtypes:
+        return "dtype"
+    return None
+
+
+def _leaf_dtype(record: Record) -> tuple[str, ...]:
+    return (record.input_dtypes or record.output_dtypes)[:1]
+
+
+def _declares_uneven(record: Record) -> bool:
+    """An all_gather into a list whose buffers differ in shape, one per rank."""
+    return record.kind == "all_gather" and len(set(record.output_sizes)) > 1
+
+
+def name_difference(what: str, records: Sequence[Record]) -> str:
+    """The message of a mismatch: each rank's call and where it was made."""
+    group = records[0].process_group[1] or records[0].process_group[0]
+    number = records[0].collective_seq_id
+    lines = [f"Expected all ranks of group {group} to issue the same collective #{number} but they differ in {what}:"]
+    for record in sorted(records, key=lambda record: record.rank):
+        shown = f"group ranks {list(record.group_ranks)}, " if what == "group" else ""
+        lines.append(f"  rank {record.rank}  {shown}{located(record)}")
+    return "\n".join(lines)
+
+
+def located(record: Record) -> str:
+    """One line: the call, its phase and module, and the user's line."""
+    phase = f" in {record.phase}" if record.phase != "other" else ""
+    module = f" of {record.module}" if record.module else ""
+    site = f" at {record.call_site}" if record.call_site else ""
+    return f"{record.describe()}{phase}{module}{site}"
+
+
+Origin = tuple[Hashable, ...]
+LONGEST_WINDOW = 256
+
+
+def origin(record: Record) -> Origin:
+    """Where in the program a collective was issued: what must not be crossed between ranks."""
+    return (record.kind, record.reduce_op, record.root, record.input_sizes, record.phase, record.module, record.call_sites)
+
+
+@dataclass
+class CrossingDetector:
+    """Finds collectives that two ranks issue in a different order although every single one matches in shape.
+
+    Ranks may issue a collective from different lines (a root and its peers, say). But when over a stretch of calls the
+    two ranks come from the *same* places in a *different* order, data of different places were combined.
+    """
+
+    window: list[tuple[Record, Record]] = field(default_factory=list)
+    _excess: Counter[Origin] = field(default_factory=Counter)
+
+    def add(self, first: Record, other: Record) -> list[tuple[Record, Record]]:
+        """Add one matched pair; a non-empty answer is the crossed stretch."""
+        a, b = origin(first), origin(other)
+        if a == b:
+            return []
+        if len(self.window) >= LONGEST_WINDOW:
+            # That many calls from different lines without a crossing: the ranks merely run different code.
+            self.window.clear()
+            self._excess.clear()
+        self.window.append((first, other))
+        self._excess[a] += 1
+        self._excess[b] -= 1
+        if len(self.window) > 1 and not any(self._excess.values()):
+            return list(self.window)
+        return []

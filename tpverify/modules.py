@@ -1,0 +1,149 @@
+"""Reading and loading a module under test: names, placements, DTensors, ties; values are copied in, never replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpverify.errors import SubjectError
+from tpverify.run import Placed
+from tpverify.sharding import Partial, Placement, as_placement, describe, local_shape, shard
+
+
+def named_tensors(output: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a (nested) output by label: ``output`` if there is one only, else ``output[0]``, ``output[logits]``.
+
+    None and plain numbers are passed over, so that ``(output, None)`` compares with ``output``.
+
+    Raises:
+        SubjectError: anything but tensors, tuples, lists and mappings.
+    """
+    found = dict(_walk(output, "output"))
+    return {"output": tensor for tensor in found.values()} if len(found) == 1 else found
+
+
+def _walk(output: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(output, torch.Tensor):
+        yield label, output
+    elif isinstance(output, (tuple, list)):
+        for index, item in enumerate(output):
+            yield from _walk(item, f"{label}[{index}]")
+    elif isinstance(output, Mapping):
+        for key, item in output.items():
+            yield from _walk(item, f"{label}[{key}]")
+    elif output is not None and not isinstance(output, (bool, int, float, str)):
+        raise SubjectError(f"Expected an output of tensors, tuples, lists and mappings but got {label} of type {type(output).__name__}")
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters under all their names, tied ones included."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def ties(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of at least two names that stand for one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_parameters(module).items():
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own part of a tensor, waited for."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_placement(tensor: DTensor, name: str) -> Placement:
+    """The placement of a DTensor on its one mesh axis.
+
+    Raises:
+        SubjectError: the mesh has more than one axis.
+    """
+    if len(tensor.placements) != 1:
+        raise SubjectError(f"Expected a DTensor on a mesh of one axis but got {name} with placements={tensor.placements}")
+    return as_placement(tensor.placements[0])
+
+
+def placements_of(parameters: Mapping[str, nn.Parameter], declared: Mapping[str, Placement], logical: Iterable[str]) -> dict[str, Placement]:
+    """The placement of every parameter: its own if it is a DTensor, otherwise the first pattern that matches its name.
+
+    Args:
+        logical: names of the reference's parameters; a pattern for a parameter that lives on another rank matches one of them.
+
+    Raises:
+        SubjectError: a parameter without a placement, or a pattern that matches nothing.
+    """
+    found: dict[str, Placement] = {}
+    unused = set(declared)
+    for name, parameter in parameters.items():
+        matching = [pattern for pattern in declared if fnmatchcase(name, pattern)]
+        unused.difference_update(matching)
+        if isinstance(parameter, DTensor):
+            found[name] = mesh_placement(parameter, name)
+        elif matching:
+            found[name] = declared[matching[0]]
+        else:
+            patterns = ", ".join(declared) or "none"
+            raise SubjectError(f"Expected a placement for every parameter but got none for {name!r}: add it to placements (patterns: {patterns})")
+    unused = {pattern for pattern in unused if not any(fnmatchcase(name, pattern) for name in logical)}
+    if unused:
+        names = ", ".join(parameters) or "none"
+        raise SubjectError(f"Expected every placement pattern to match a parameter but {sorted(unused)} match none of: {names}")
+    return found
+
+
+def load_logical(module: nn.Module, logical: Mapping[str, torch.Tensor]) -> None:
+    """Copy logical values into a module on one device."""
+    with torch.no_grad():
+        for name, parameter in named_parameters(module).items():
+            parameter.copy_(logical[name])
+
+
+def load_shards(module: nn.Module, logical: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], rank: int, world_size: int) -> None:
+    """Copy each parameter's part of the logical value into it.
+
+    Raises:
+        SubjectError: a name that the reference does not have, or a shape that contradicts the placement.
+    """
+    for name, parameter in named_parameters(module).items():
+        if name not in logical:
+            raise SubjectError(f"Expected the reference to have every parameter of the parallel module but got {name!r}; it has: {', '.join(logical)}")
+        layout = placements[name].value
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        expected = local_shape(logical[name].shape, layout, rank, world_size)
+        if tuple(local.shape) != expected:
+            raise SubjectError(
+                f"Expected {name!r} to have the local shape {expected} on rank {rank} of {world_size}, by {describe(layout, world_size)} "
+                f"of {tuple(logical[name].shape)}, but got {tuple(local.shape)}"
+            )
+        with torch.no_grad():
+            local.copy_(shard(logical[name], layout, rank, world_size))
+
+
+def check_complete(logical: Iterable[str], held: Iterable[str], declared: Mapping[str, Placement], rank: int) -> None:
+    """Every parameter of the reference must exist on every rank; one whose value is Partial may live on one rank only.
+
+    Raises:
+        SubjectError: a parameter of the reference that the parallel module lacks.
+    """
+    present = set(held)
+    for name in logical:
+        if name in present:
+            continue
+        layout = next((placement.value for pattern, placement in declared.items() if fnmatchcase(name, pattern)), None)
+        if not isinstance(layout, Partial):
+            names = ", ".join(sorted(present)) or "none"
+            raise SubjectError(f"Expected the parallel module to have every parameter of the reference but rank {rank} lacks {name!r}; it has: {names}")
+
+
+def gradient_of(tensor: torch.Tensor, placement: Placement) -> Placed:
+    """A leaf's gradient as it lies on this rank; a DTensor gradient brings its own placement."""
+    gradient = tensor.grad
+    if isinstance(gradient, DTensor):
+        return Placed(gradient.to_local().detach().clone(), mesh_placement(gradient, "a gradient").value)
+    return Placed(None if gradient is None else gradient.detach().clone(), placement.of_gradient)

@@ -1,0 +1,86 @@
+"""What one execution of a case produced, rank by rank: the only thing checks look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tpverify.case import Case
+from tpverify.errors import SimulationError
+from tpverify.ledger.ledger import Ledger
+from tpverify.sharding import Layout
+from tpverify.subjects.subject import Subject
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One rank's part of a logical tensor.
+
+    Attributes:
+        local: the rank's tensor; None where the code under test left none (no gradient, no such parameter on this rank).
+        layout: how the local parts make up the logical tensor.
+    """
+
+    local: torch.Tensor | None
+    layout: Layout
+
+
+@dataclass
+class RankRun:
+    """What one rank of the TP group produced.
+
+    Attributes:
+        outputs: by label: ``output``, or ``output[0]``, ``output[key]`` for structures.
+        input_gradients: by input name, inputs that require a gradient only.
+        parameters: values by parameter name, as the harness loaded them.
+        parameter_gradients: by parameter name, after ``finalize_gradients``; a tied parameter stands under each of its names.
+        ties: groups of parameter names that are one and the same parameter object.
+    """
+
+    outputs: dict[str, Placed] = field(default_factory=dict)
+    input_gradients: dict[str, Placed] = field(default_factory=dict)
+    parameters: dict[str, Placed] = field(default_factory=dict)
+    parameter_gradients: dict[str, Placed] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass
+class Run:
+    """One execution: the reference (one rank) or one TP group.
+
+    Attributes:
+        ranks: by rank within the TP group; empty when the run failed.
+        ledger: every collective issued by this TP group's ranks, in order of issue.
+        error: why the run did not finish, or None.
+        inputs: the logical inputs, by name.
+        uses: reference only: the gradient of each use of a tied parameter, by the name under which it is used.
+        depth: reference only: number of modules that may follow one another, for the tolerance.
+        terms: reference only: length of the longest sum, for the tolerance.
+    """
+
+    ranks: list[RankRun]
+    ledger: Ledger
+    error: SimulationError | None = None
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    uses: dict[str, torch.Tensor] = field(default_factory=dict)
+    depth: int = 1
+    terms: int = 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case run both ways.
+
+    Attributes:
+        subject, case: what was run.
+        reference: one rank that holds the logical tensors.
+        parallel: one TP group.
+        members: the group's global ranks, in group order.
+    """
+
+    subject: Subject
+    case: Case
+    reference: Run
+    parallel: Run
+    members: tuple[int, ...]

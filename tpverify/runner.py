@@ -1,0 +1,299 @@
+"""Runs one case both ways, from the same logical tensors: the reference on one device, the parallel module on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from tpverify import modules, values
+from tpverify.case import Case
+from tpverify.errors import SimulationError, SubjectError
+from tpverify.ledger.ledger import Ledger
+from tpverify.ledger.record import Record
+from tpverify.run import Comparison, Placed, RankRun, Run
+from tpverify.sharding import Layout, Placement, local_indices, shard, sharded_dim
+from tpverify.simulator import recorder
+from tpverify.simulator.endpoint import Capture
+from tpverify.simulator.world import run_world
+from tpverify.subjects.subject import Input, Subject
+from tpverify.tp_group import use_tp_group
+
+RankProgram = Callable[[Subject, Case, "Logical", int], RankRun]
+
+CASE_TIMEOUT = 60.0
+DTYPE = torch.float64
+
+
+@dataclass(frozen=True)
+class Logical:
+    """What both sides of one TP group start from.
+
+    Attributes:
+        parameters: values by name; a tied parameter stands under each of its names.
+        inputs: values by name.
+        specs: how each input is drawn and placed.
+        cotangents: by output label; filled when the reference has run.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+    specs: Mapping[str, Input]
+    cotangents: dict[str, torch.Tensor]
+
+
+def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT) -> tuple[Comparison, ...]:
+    """Run a case; one comparison per TP group in the world.
+
+    Args:
+        timeout: seconds for all ranks together.
+
+    Raises:
+        SubjectError: the subject contradicts itself or its reference raises.
+    """
+    _check_config(case.config)
+    layouts = group_layouts(case)
+    rejected = subject.rejects is not None and subject.rejects(case.config, case.world_size)
+    references: list[Run] = []
+    logical: list[Logical] = []
+    for group in range(len(layouts)):
+        reference, tensors = _unrun_reference(subject, case, group) if rejected else run_reference(subject, case, group)
+        references.append(reference)
+        logical.append(tensors)
+    ledger, results, failure = run_world(
+        _rank_program(subject, case, logical, layouts, try_rank if rejected else run_rank),
+        sum(len(members) for members in layouts),
+        args=(),
+        seed=case.seed,
+        timeout=timeout,
+        rank_local=subject.rank_local,
+        capture=_capture(subject, case),
+    )
+    cause = getattr(failure, "exception", None)
+    if isinstance(cause, SubjectError):
+        raise SubjectError(f"subject {subject.name}: {cause}") from cause
+    return tuple(
+        Comparison(subject, case, reference, _group_run(members, results, ledger, failure), members)
+        for members, reference in zip(layouts, references, strict=True)
+    )
+
+
+def group_layouts(case: Case) -> list[tuple[int, ...]]:
+    """The global ranks of each TP group of the case's world."""
+    size = case.world_size
+    if case.groups == "blocks":
+        return [tuple(range(size)), tuple(range(size, 2 * size))]
+    if case.groups == "strided":
+        return [tuple(range(0, 2 * size, 2)), tuple(range(1, 2 * size, 2))]
+    return [tuple(range(size))]
+
+
+def run_reference(subject: Subject, case: Case, group: int = 0) -> tuple[Run, Logical]:
+    """Run the reference on logical tensors drawn from the case's seed.
+
+    Raises:
+        SubjectError: building, forward or backward raises.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), _default_dtype():
+            torch.manual_seed(case.seed)
+            module = subject.reference(case.config)
+            logical = _draw(subject, case, group, module)
+            modules.load_logical(module, logical.parameters)
+            leaves = {name: _leaf(logical.inputs[name], spec, case.layout) for name, spec in logical.specs.items()}
+            outputs = modules.named_tensors(module(*leaves.values()))
+            for label, output in outputs.items():
+                logical.cotangents[label] = values.draw_cotangent(case, group, label, output.shape)
+            _backward(outputs, logical.cotangents, case.layout)
+            uses = _uses(module, logical, case.layout)
+    except SubjectError:
+        raise
+    except Exception as error:
+        raise SubjectError(f"Expected the reference of {subject.name} to run but it raised {type(error).__name__}: {error} on {case!r}") from error
+    names = modules.named_parameters(module)
+    run = Run([_collect(module, leaves, logical, dict.fromkeys(names, Placement(Replicate())))], Ledger(()), inputs=logical.inputs, uses=uses)
+    run.ranks[0].outputs = {label: Placed(output.detach().clone(), Replicate()) for label, output in outputs.items()}
+    run.depth = 2 + sum(1 for _ in module.modules())
+    sizes = [max(tensor.shape, default=1) for tensor in logical.parameters.values()]
+    run.terms = max([1, *sizes, *(tensor.numel() for tensor in logical.inputs.values())])
+    return run, logical
+
+
+def _unrun_reference(subject: Subject, case: Case, group: int) -> tuple[Run, Logical]:
+    """For a case that must be refused: the reference may not be able to run it, but the ranks need something to start from."""
+    with torch.random.fork_rng(devices=[]), _default_dtype():
+        logical = _draw(subject, case, group, nn.Module())
+    return Run([], Ledger(())), logical
+
+
+def _check_config(config: Any) -> None:
+    if not hasattr(type(config), "__dataclass_params__") or not type(config).__dataclass_params__.frozen:
+        raise SubjectError(f"Expected a config that is a frozen dataclass but got config={config!r} of type {type(config).__name__}")
+    try:
+        pickle.dumps(config)
+    except Exception as error:
+        raise SubjectError(f"Expected a config of plain values that pickle can store but got config={config!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _draw(subject: Subject, case: Case, group: int, module: nn.Module) -> Logical:
+    parameters: dict[str, torch.Tensor] = {}
+    drawn: dict[int, torch.Tensor] = {}
+    for name, parameter in modules.named_parameters(module).items():
+        if id(parameter) not in drawn:
+            drawn[id(parameter)] = values.draw_parameter(case, group, name, parameter.shape)
+        parameters[name] = drawn[id(parameter)]
+    specs = subject.inputs(case.config)
+    vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
+    inputs = {}
+    for name, spec in specs.items():
+        shards = _id_shards(subject, case, specs)
+        spiked = vocabulary is not None and name == vocabulary.logits
+        inputs[name] = values.draw_input(case, group, name, spec, shards, spiked)
+    return Logical(parameters, inputs, specs, {})
+
+
+def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input]) -> list[list[int]]:
+    """The vocabulary ids that each rank owns."""
+    vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
+    if vocabulary is None:
+        highest = max((spec.high for spec in specs.values()), default=0)
+        return [list(range(highest))]
+    layouts = [placement.value for pattern, placement in subject.placements_for(case.config).items() if pattern in vocabulary.parameters]
+    if vocabulary.logits:
+        layouts.append(specs[vocabulary.logits].placements.value)
+    layout: Layout = layouts[0] if layouts else Replicate()
+    if sharded_dim(layout) is None:
+        return [list(range(vocabulary.size))]
+    owned = [local_indices(vocabulary.size, layout, rank, case.world_size) for rank in range(case.world_size)]
+    return [[index for index in indices if index >= 0] for indices in owned]
+
+
+def _rank_program(subject: Subject, case: Case, logical: Sequence[Logical], layouts: Sequence[tuple[int, ...]], run: RankProgram) -> Any:
+    def program() -> RankRun:
+        torch.set_default_dtype(DTYPE)
+        me = dist.get_rank()
+        groups = [dist.new_group(list(members)) for members in layouts] if len(layouts) > 1 else [None]
+        index = next(i for i, members in enumerate(layouts) if me in members)
+        with use_tp_group(groups[index]):
+            return run(subject, case, logical[index], layouts[index].index(me))
+
+    return program
+
+
+def try_rank(subject: Subject, case: Case, logical: Logical, rank: int) -> RankRun:
+    """One rank's program for a case that must be refused: build, and run forward if the inputs can be cut at all."""
+    module = subject.parallel(case.config)
+    with contextlib.suppress(SubjectError):
+        leaves = [_leaf(shard(logical.inputs[name], spec.placements.value, rank, case.world_size), spec, case.layout) for name, spec in logical.specs.items()]
+        module(*leaves)
+    return RankRun()
+
+
+def run_rank(subject: Subject, case: Case, logical: Logical, rank: int) -> RankRun:
+    """One rank's program: build, load, forward, backward, finalise, collect."""
+    size = case.world_size
+    module = subject.parallel(case.config)
+    current = recorder.current()
+    if current is not None:
+        current.name_modules(module)
+    patterns = subject.placements_for(case.config)
+    placements = modules.placements_of(modules.named_parameters(module), patterns, logical.parameters)
+    modules.check_complete(logical.parameters, placements, patterns, rank)
+    modules.load_shards(module, logical.parameters, placements, rank, size)
+    leaves = {name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout) for name, spec in logical.specs.items()}
+    with recorder.phase("forward"):
+        outputs = modules.named_tensors(module(*leaves.values()))
+    declared = _output_placements(subject, case, outputs, list(logical.cotangents))
+    with recorder.phase("backward"):
+        cotangents = {label: shard(cotangent, declared[label].of_gradient, rank, size) for label, cotangent in logical.cotangents.items() if label in outputs}
+        _backward(outputs, cotangents, case.layout)
+    with recorder.phase("optimizer"):
+        if subject.finalize_gradients is not None:
+            subject.finalize_gradients(module)
+    run = _collect(module, leaves, logical, placements)
+    run.outputs = {label: Placed(modules.local_of(output).detach().clone(), declared[label].value) for label, output in outputs.items()}
+    return run
+
+
+def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch.Tensor], labels: Sequence[str]) -> dict[str, Placement]:
+    """By output label: a DTensor's own placement, otherwise the declared one; outputs nobody expects count as Replicate."""
+    declared = subject.outputs_for(case.config)
+    if isinstance(declared, tuple) and len(declared) != len(labels):
+        raise SubjectError(f"Expected one output placement per output of the reference but got {len(declared)} placements for {', '.join(labels)}")
+    each = declared if isinstance(declared, tuple) else (declared,) * len(labels)
+    by_label = {**dict.fromkeys(outputs, Placement(Replicate())), **dict(zip(labels, each, strict=True))}
+    own = {label: modules.mesh_placement(output, label) for label, output in outputs.items() if isinstance(output, DTensor)}
+    return by_label | own
+
+
+def _leaf(tensor: torch.Tensor, spec: Input, layout: str) -> torch.Tensor:
+    if spec.kind != "normal":
+        return tensor.clone()
+    return values.laid_out(tensor.clone(), layout).requires_grad_(spec.requires_grad)
+
+
+def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torch.Tensor], layout: str) -> None:
+    """Start backward from a cotangent for each differentiable output; an output of a wrong shape has none, and forward tells."""
+    roots, starts = [], []
+    for label, output in outputs.items():
+        local = modules.local_of(output)
+        if local.requires_grad and label in cotangents and cotangents[label].shape == local.shape:
+            roots.append(local)
+            starts.append(values.laid_out(cotangents[label].to(local.dtype), layout))
+    if roots:
+        torch.autograd.backward(roots, starts)
+
+
+def _collect(module: nn.Module, leaves: Mapping[str, torch.Tensor], logical: Logical, placements: Mapping[str, Placement]) -> RankRun:
+    parameters = modules.named_parameters(module)
+    return RankRun(
+        input_gradients={name: modules.gradient_of(leaves[name], spec.placements) for name, spec in logical.specs.items() if spec.requires_grad},
+        parameters={name: Placed(modules.local_of(parameter).detach().clone(), placements[name].value) for name, parameter in parameters.items()},
+        parameter_gradients={name: modules.gradient_of(parameter, placements[name]) for name, parameter in parameters.items()},
+        ties=modules.ties(module),
+    )
+
+
+def _uses(module: nn.Module, logical: Logical, layout: str) -> dict[str, torch.Tensor]:
+    """For every name of a tied parameter, the gradient that this use alone contributes."""
+    tied = [name for names in modules.ties(module) for name in names]
+    if not tied:
+        return {}
+    untied = {name: parameter.detach().clone().requires_grad_() for name, parameter in modules.named_parameters(module).items()}
+    leaves = [_leaf(logical.inputs[name], spec, layout) for name, spec in logical.specs.items()]
+    output = torch.func.functional_call(module, untied, tuple(leaves), tie_weights=False)
+    _backward(modules.named_tensors(output), logical.cotangents, layout)
+    return {name: gradient for name in tied if (gradient := untied[name].grad) is not None}
+
+
+def _capture(subject: Subject, case: Case) -> Capture | None:
+    """Keep what each rank contributes to the reduction of a vocabulary lookup, for the ``vocabulary`` check."""
+    vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
+    if vocabulary is None or not vocabulary.lookup:
+        return None
+    pattern = vocabulary.lookup
+    return lambda record: record.phase == "forward" and record.kind in ("all_reduce", "reduce_scatter") and fnmatchcase(record.module, pattern)
+
+
+def _group_run(members: tuple[int, ...], results: Sequence[Any], ledger: Ledger, failure: SimulationError | None) -> Run:
+    if failure is not None:
+        return Run([], ledger.within(members), failure)
+    return Run([results[rank] for rank in members], ledger.within(members))

@@ -1,0 +1,107 @@
+"""Runs cases of one subject and remembers what they showed: results, counts, and the smallest case of each failure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tpverify.case import Case
+from tpverify.checks.catalogue import apply, selected
+from tpverify.checks.finding import Finding
+from tpverify.errors import CaseError, RankTimeout
+from tpverify.options import WORLDS
+from tpverify.result import Result
+from tpverify.runner import CASE_TIMEOUT, run_both
+from tpverify.subjects.subject import Subject
+from tpverify.violation import Violation
+
+Key = tuple[str, str]
+"""What tells failures apart: the check and the tensor."""
+
+
+class Session:
+    """Executions of one subject.
+
+    Args:
+        subject: what is run.
+        checks: ids of the checks to apply; None = all.
+        world: what executes ranks.
+        timeout: seconds for one case.
+    """
+
+    def __init__(self, subject: Subject, checks: Collection[str] | None = None, world: str = "simulator", timeout: float = CASE_TIMEOUT) -> None:
+        if world not in WORLDS:
+            raise CaseError(f"Expected one of {', '.join(WORLDS)} but got world={world!r}")
+        self.subject = subject
+        self.checks = selected(checks)
+        self.timeout = timeout
+        self.cases_run = 0
+        self.world_sizes: dict[int, int] = {}
+        self.applied: dict[str, int] = dict.fromkeys(self.checks, 0)
+        self.rejected = 0
+        self.timed_out = False
+        self.last: tuple[Violation, ...] = ()
+        self._known: dict[str, tuple[Violation, ...]] = {}
+
+    def run(self, case: Case) -> tuple[Violation, ...]:
+        """Run a case and apply the checks; a case that ran before is remembered."""
+        key = repr(case)
+        if key not in self._known:
+            self._known[key] = self._execute(case)
+        self.last = self._known[key]
+        return self.last
+
+    def result(self, violations: Sequence[Violation], seconds: float) -> Result:
+        """What the executions so far came to."""
+        return Result(
+            subject=self.subject.name,
+            cases_run=self.cases_run,
+            world_sizes=dict(sorted(self.world_sizes.items())),
+            checks=dict(self.applied),
+            rejected=self.rejected,
+            violations=tuple(violations),
+            seconds=seconds,
+        )
+
+    def _execute(self, case: Case) -> tuple[Violation, ...]:
+        found: dict[tuple[str, Finding], None] = {}
+        applied: set[str] = set()
+        for comparison in run_both(self.subject, case, self.timeout):
+            self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
+            for name, findings in apply(self.checks, comparison).items():
+                if findings is not None:
+                    applied.add(name)
+                found.update(dict.fromkeys((name, finding) for finding in findings or ()))
+        self.cases_run += 1
+        self.world_sizes[case.world_size] = self.world_sizes.get(case.world_size, 0) + 1
+        for name in applied:
+            self.applied[name] += 1
+        self.rejected += "rejection" in applied and not found
+        return tuple(violation(self.subject, case, name, finding) for name, finding in found)
+
+
+def violation(subject: Subject, case: Case, check: str, finding: Finding) -> Violation:
+    """A finding together with the case that shows it."""
+    text = repr(case)
+    return Violation(
+        check=check,
+        subject=subject.name,
+        world_size=case.world_size,
+        ranks=finding.ranks,
+        tensor=finding.tensor,
+        message=finding.message,
+        diagnosis=finding.diagnosis,
+        case=text,
+        replay=f"tpverify replay {shlex.quote(text)}",
+    )
+
+
+def key_of(violation: Violation) -> Key:
+    """What tells this failure apart from others."""
+    return violation.check, violation.tensor
+
+
+def size_of(case: Case) -> tuple[Any, ...]:
+    """An order by simplicity, for cases that nothing has shrunk."""
+    return case.groups != "world", case.world_size, len(repr(case)), repr(case)

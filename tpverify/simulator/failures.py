@@ -1,0 +1,44 @@
+"""What a failed run says about the rank that raised: its own traceback, without the simulator's frames."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from types import TracebackType
+
+from tpverify.errors import RankError
+
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def rank_error(rank: int, exception: BaseException, consequence: str = "") -> RankError:
+    """The error of a rank that raised ``exception``.
+
+    Args:
+        consequence: what else went wrong because the rank left its path, shown after the traceback.
+    """
+    exception.__traceback__ = _from_user(exception.__traceback__)
+    report = traceback.TracebackException.from_exception(exception)
+    _hide_own_frames(report)
+    text = f"rank {rank} raised {type(exception).__name__}\n{''.join(report.format()).rstrip()}"
+    return RankError(f"{text}\n\n{consequence}" if consequence else text, rank, exception)
+
+
+def _from_user(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is not the simulator's."""
+    user = trace
+    while user is not None and user.tb_frame.f_code.co_filename.startswith(_OWN):
+        user = user.tb_next
+    return user or trace
+
+
+def _hide_own_frames(report: traceback.TracebackException) -> None:
+    seen: list[traceback.TracebackException] = []
+    todo: list[traceback.TracebackException | None] = [report]
+    while todo:
+        part = todo.pop()
+        if part is not None and not any(part is known for known in seen):
+            seen.append(part)
+            kept = [frame for frame in part.stack if not frame.filename.startswith(_OWN)]
+            part.stack[:] = kept
+            todo += [part.__cause__, part.__context__]

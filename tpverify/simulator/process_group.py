@@ -1,0 +1,264 @@
+"""PyTorch's ProcessGroup interface for one simulated rank: turns each method into a call of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpverify.simulator.collectives import check_reducible
+from tpverify.simulator.exchange import Call
+
+Issue = Callable[["SimProcessGroup", Call], dist.Work]
+
+
+class SimProcessGroup(dist.ProcessGroup):
+    """A process group whose collectives are carried out by the simulator.
+
+    Method names differ between torch releases; ``RELEASE_NAMES`` lists the names of each method, all of them defined.
+
+    Args:
+        endpoint: issues collectives, sends and receives for this rank.
+        name: the group's name in c10d's registry.
+        group_rank: this rank's position in the group.
+        members: global ranks of the group, in group order.
+    """
+
+    def __init__(self, endpoint: Any, name: str, group_rank: int, members: tuple[int, ...]) -> None:
+        super().__init__(group_rank, len(members))
+        self.endpoint = endpoint
+        self.sim_name = name
+        self.group_rank = group_rank
+        self.members = members
+        self._desc = ""
+        self._batch: list[dist.Work] | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """The backend's name."""
+        return "sim"
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "sim"
+
+    @property
+    def group_name(self) -> str:
+        """The group's name in c10d's registry."""
+        return self.sim_name
+
+    @property
+    def group_desc(self) -> str:
+        """What the creator called the group."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def _set_group_name(self, name: str) -> None:
+        self.sim_name = name
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    def abort(self) -> None:
+        """Nothing is held."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """all_reduce in place, of one tensor or several (coalesced)."""
+        tensors = _listed(tensors)
+        return self._issue(Call("all_reduce", tensors, tensors, reduce_op=_reduce_op(opts), is_async=_is_async(opts)))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """all_gather of each input into a list with one tensor per rank."""
+        inputs = _listed(inputs)
+        lists = outputs if outputs and isinstance(outputs[0], (list, tuple)) else [outputs]
+        for index, (buffers, tensor) in enumerate(zip(lists, inputs, strict=True)):
+            _expect_count("output tensors of all_gather", len(buffers), self.size(), index)
+            _expect_elements("the own buffer of all_gather", buffers[self.group_rank], tensor.numel())
+        return self._issue(Call("all_gather", inputs, [buffer for buffers in lists for buffer in buffers], is_async=_is_async(opts)))
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """all_gather of several tensors; ``output_lists[rank][i]`` receives tensor i of ``rank``."""
+        outputs = [output_lists[rank][i] for i in range(len(inputs)) for rank in range(self.size())]
+        return self._issue(Call("all_gather", inputs, outputs, is_async=_is_async(opts)))
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """all_gather into one tensor, rank after rank by elements."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Several all_gathers into one tensor each."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            _expect_elements("the output of all_gather", output, tensor.numel() * self.size())
+        return self._issue(Call("all_gather", inputs, outputs, is_async=_is_async(opts)))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """reduce_scatter of a list with one tensor per rank."""
+        outputs = _listed(outputs)
+        lists = inputs if inputs and isinstance(inputs[0], (list, tuple)) else [inputs]
+        for index, (chunks, output) in enumerate(zip(lists, outputs, strict=True)):
+            _expect_count("input tensors of reduce_scatter", len(chunks), self.size(), index)
+            _expect_elements("the output of reduce_scatter", output, chunks[self.group_rank].numel())
+        call = Call("reduce_scatter", [chunk for chunks in lists for chunk in chunks], outputs, _reduce_op(opts), is_async=_is_async(opts))
+        return self._issue(call)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """reduce_scatter of one tensor, cut by elements."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Several reduce_scatters of one tensor each."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            _expect_elements("the input of reduce_scatter", tensor, output.numel() * self.size())
+        parts = [part for tensor in inputs for part in _chunks(tensor, self.size())]
+        call = Call("reduce_scatter", parts, outputs, _reduce_op(opts), is_async=_is_async(opts))
+        return self._issue(call, whole_inputs=inputs)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """broadcast in place from ``opts.rootRank``."""
+        tensors = _listed(tensors)
+        return self._issue(Call("broadcast", tensors, tensors, root=_root(opts), is_async=_is_async(opts)))
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """reduce in place to ``opts.rootRank``; other ranks' tensors keep their value."""
+        tensors = _listed(tensors)
+        call = Call("reduce", tensors, tensors, _reduce_op(opts), root=_root(opts), is_async=_is_async(opts))
+        return self._issue(call)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """gather to a list on the root."""
+        lists = outputs if outputs and isinstance(outputs[0], (list, tuple)) else [outputs]
+        buffers = [buffer for buffers in lists for buffer in buffers] if self.group_rank == _root(opts) else []
+        if self.group_rank == _root(opts):
+            _expect_count("output tensors of gather on the root", len(buffers), self.size(), 0)
+        return self._issue(Call("gather", _listed(inputs), buffers, root=_root(opts), is_async=_is_async(opts)))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """scatter a list from the root."""
+        lists = inputs if inputs and isinstance(inputs[0], (list, tuple)) else [inputs]
+        chunks = [chunk for chunks in lists for chunk in chunks] if self.group_rank == _root(opts) else []
+        if self.group_rank == _root(opts):
+            _expect_count("input tensors of scatter on the root", len(chunks), self.size(), 0)
+        return self._issue(Call("scatter", chunks, _listed(outputs), root=_root(opts), is_async=_is_async(opts)))
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """all_to_all of lists with one tensor per rank."""
+        _expect_count("input tensors of all_to_all", len(inputs), self.size(), 0)
+        _expect_count("output tensors of all_to_all", len(outputs), self.size(), 0)
+        return self._issue(Call("all_to_all", inputs, outputs, is_async=_is_async(opts)))
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None) -> dist.Work:
+        """all_to_all of one tensor, cut along dimension 0 by the given sizes or evenly."""
+        parts = tuple(part.numel() for part in _split(output, output_splits, self.size(), "output"))
+        inputs = _split(tensor, input_splits, self.size(), "input")
+        return self._issue(Call("all_to_all", inputs, [output], parts=parts, is_async=_is_async(opts)), whole_inputs=[tensor])
+
+    def send(self, tensors: Any, destination: int, tag: int = 0) -> dist.Work:
+        """send to a group rank; complete when received."""
+        return self._joined(self.endpoint.send(self, _listed(tensors)[0], destination, tag))
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
+        """recv from a group rank."""
+        return self._joined(self.endpoint.recv(self, _listed(tensors)[0], source, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """recv from whichever rank sent first."""
+        return self._joined(self.endpoint.recv(self, _listed(tensors)[0], None, tag))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks of the group."""
+        return self._issue(Call("barrier", [], [], is_async=_is_async(opts)))
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: Any = None) -> dist.Work:
+        works, self._batch = self._batch or [], None
+        joint: dist.Work = self.endpoint.all_of(works)
+        return joint
+
+    def _issue(self, call: Call, whole_inputs: Sequence[Tensor] | None = None) -> dist.Work:
+        if call.reduce_op and call.inputs:
+            check_reducible(call.inputs[0].dtype, call.reduce_op)
+        return self._joined(self.endpoint.issue(self, call, whole_inputs or call.inputs))
+
+    def _joined(self, work: dist.Work) -> dist.Work:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    allreduce_coalesced = allreduce
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+RELEASE_NAMES = (
+    ("allreduce",),
+    ("allreduce_coalesced",),
+    ("allgather",),
+    ("allgather_coalesced",),
+    ("all_gather_single", "_allgather_base"),
+    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    ("reduce_scatter",),
+    ("reduce_scatter_single", "_reduce_scatter_base"),
+    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    ("broadcast",),
+    ("reduce",),
+    ("gather",),
+    ("scatter",),
+    ("alltoall",),
+    ("all_to_all_single", "alltoall_base"),
+    ("send",),
+    ("recv",),
+    ("recv_anysource",),
+    ("barrier",),
+)
+"""Each collective method's names, newest first; at least one of a row exists in every supported torch release."""
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _is_async(opts: Any) -> bool:
+    return bool(getattr(opts, "asyncOp", True))
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", 0))
+
+
+def _reduce_op(opts: Any) -> str:
+    operator = getattr(opts, "reduceOp", opts)
+    operator = getattr(operator, "op", operator)
+    return "SUM" if operator is None else str(getattr(operator, "name", operator))
+
+
+def _chunks(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    return tensor.reshape(-1).chunk(count) if tensor.numel() else [tensor.reshape(-1)] * count
+
+
+def _split(tensor: Tensor, sizes: Any, count: int, what: str) -> list[Tensor]:
+    if not sizes:
+        if tensor.shape[0] % count:
+            raise ValueError(f"Expected the {what} of all_to_all to divide by the group size {count} but got {tensor.shape[0]} rows: give split sizes")
+        sizes = [tensor.shape[0] // count] * count
+    _expect_count(f"{what} split sizes of all_to_all", len(sizes), count, 0)
+    if sum(sizes) != tensor.shape[0]:
+        raise ValueError(f"Expected {what} split sizes that add up to {tensor.shape[0]} rows but got {list(sizes)}")
+    return list(tensor.split(list(sizes)))
+
+
+def _expect_count(what: str, got: int, expected: int, index: int) -> None:
+    if got != expected:
+        raise ValueError(f"Expected {expected} {what}, one per rank, but got {got} (list {index})")
+
+
+def _expect_elements(what: str, tensor: Tensor, expected: int) -> None:
+    if tensor.numel() != expected:
+        raise ValueError(f"Expected {what} to have {expected} elements but got shape={tuple(tensor.shape)}")

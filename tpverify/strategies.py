@@ -1,0 +1,82 @@
+"""Hypothesis strategies: the cases of a subject, and their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tpverify.case import Case
+from tpverify.errors import CaseError, SubjectError
+from tpverify.subjects.subject import Subject
+
+DEFAULT_WORLD_SIZES = (1, 2, 3, 4)
+ALL_WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
+
+
+def world_sizes(allowed: Sequence[int] = ALL_WORLD_SIZES) -> st.SearchStrategy[int]:
+    """TP degrees; shrinks to the smallest."""
+    if not allowed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in allowed):
+        raise CaseError(f"Expected world sizes of at least 1 but got world_sizes={tuple(allowed)!r}")
+    return st.sampled_from(sorted(set(allowed)))
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds of tensors; shrinks to 0."""
+    return st.integers(0, 2**32 - 1)
+
+
+def layouts() -> st.SearchStrategy[str]:
+    """Memory layouts of inputs and cotangents; contiguous in half of the draws."""
+    return st.sampled_from(("contiguous", "contiguous", "contiguous", "transposed", "sliced", "expanded"))
+
+
+def groups(subject: Subject) -> st.SearchStrategy[str]:
+    """Whether the TP group is the world or one of two that share it; one TP group in most draws, since two cost twice."""
+    if not subject.subgroups:
+        return st.just("world")
+    return st.sampled_from(("world", "world", "world", "world", "world", "world", "blocks", "strided"))
+
+
+def tensor_values(subject: Subject, config: Any) -> st.SearchStrategy[str]:
+    """How tensors are filled; only what makes a difference to the subject."""
+    options = ["normal"]
+    if subject.exact_for(config):
+        options.append("integers")
+    vocabulary = subject.vocabulary(config) if subject.vocabulary else None
+    if vocabulary is not None:
+        options += ["edges", "one_shard", "repeated"]
+        if vocabulary.logits:
+            options.append("spike")
+    return st.sampled_from(options)
+
+
+def configs(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
+    """The subject's configs for one TP degree.
+
+    Raises:
+        SubjectError: ``configs`` is neither a strategy nor a function that returns one.
+    """
+    strategy = subject.configs if isinstance(subject.configs, st.SearchStrategy) else None
+    if strategy is None and callable(subject.configs):
+        strategy = subject.configs(world_size)
+    if not isinstance(strategy, st.SearchStrategy):
+        raise SubjectError(f"Expected configs to be a Hypothesis strategy, or a function of the world size that returns one, but got {strategy or subject.configs!r}")
+    return strategy
+
+
+@st.composite
+def cases(draw: st.DrawFn, subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> Case:
+    """Cases of a subject; shrink to one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0."""
+    world_size = draw(world_sizes(allowed))
+    config = draw(configs(subject, world_size))
+    return Case(
+        subject=subject.name,
+        config=config,
+        world_size=world_size,
+        seed=draw(seeds()),
+        values=draw(tensor_values(subject, config)),
+        layout=draw(layouts()),
+        groups=draw(groups(subject)),
+    )
