@@ -9,6 +9,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tpverify.case import Case as Case
+    from tpverify.config import Config as Config
+    from tpverify.config import configs as configs
+    from tpverify.config import per_rank as per_rank
     from tpverify.errors import CaseError as CaseError
     from tpverify.errors import CollectiveMismatch as CollectiveMismatch
     from tpverify.errors import Deadlock as Deadlock
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 # Importing the package loads neither torch nor Hypothesis: each name is imported when it is first used.
 _HOMES = {
     "tpverify.case": ("Case",),
+    "tpverify.config": ("Config", "configs", "per_rank"),
     "tpverify.errors": (
         "CaseError",
         "CollectiveMismatch",

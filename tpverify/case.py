@@ -48,12 +48,24 @@ class Case:
                 raise CaseError(f"Expected one of {', '.join(allowed)} but got {name}={getattr(self, name)!r}")
 
     def __repr__(self) -> str:
-        parts = [repr(self.subject), repr(self.config), f"world_size={self.world_size}"]
+        parts = [repr(self.subject), short_repr(self.config), f"world_size={self.world_size}"]
         for field in dataclasses.fields(self)[3:]:
             value = getattr(self, field.name)
             if value != field.default:
                 parts.append(f"{field.name}={value!r}")
         return f"Case({', '.join(parts)})"
+
+
+def short_repr(value: Any) -> str:
+    """An evaluable repr that leaves out a dataclass's fields that have their default value."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type) or not vars(type(value))["__dataclass_params__"].repr:
+        return repr(value)
+    parts = []
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        if field.init and not (type(content) is type(field.default) and content == field.default):
+            parts.append(f"{field.name}={short_repr(content)}")
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 def parse_case(text: str, config_types: Mapping[str, type]) -> Case:

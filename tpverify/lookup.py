@@ -9,9 +9,9 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 
 from tpverify.case import Case, parse_case, subject_of
+from tpverify.config import Config
 from tpverify.errors import CaseError, SubjectError
 from tpverify.subjects.subject import Subject
 
@@ -44,7 +44,9 @@ def load_subject(name: str) -> Subject:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise CaseError(f"Expected an importable module but got {module_name!r}: no such module in {os.getcwd()} or on sys.path") from error
+            raise CaseError(
+                f"Expected an importable module but got {module_name!r}: no such module in {os.getcwd()} or on sys.path"
+            ) from error
         raise SubjectError(f"Expected {module_name!r} to import but it needs a module that is missing: {error.name}") from error
     except Exception as error:
         raise SubjectError(f"Expected {module_name!r} to import but it raised {type(error).__name__}: {error}") from error
@@ -54,7 +56,8 @@ def load_subject(name: str) -> Subject:
         raise CaseError(f"Expected an attribute of {module_name!r} but got {attribute!r}{_did_you_mean(attribute, subjects)}")
     if not isinstance(found, Subject):
         raise SubjectError(f"Expected {name!r} to be a tpverify.Subject but got {type(found).__name__}")
-    return replace(found, name=name)
+    subject: Subject = dataclasses.replace(found, name=name)
+    return subject
 
 
 def addressed(subject: Subject) -> Subject:
@@ -66,7 +69,7 @@ def addressed(subject: Subject) -> Subject:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is subject:
-                return replace(subject, name=f"{module_name}:{attribute}")
+                return dataclasses.replace(subject, name=f"{module_name}:{attribute}")
     return subject
 
 
@@ -83,7 +86,7 @@ def read_case(text: str) -> tuple[Subject, Case]:
 
 def config_types(subject: Subject) -> dict[str, type]:
     """The dataclasses that the subject's functions can see, by class name."""
-    found: dict[str, type] = {}
+    found: dict[str, type] = {"Config": Config}
     for function in (subject.reference, subject.parallel, subject.inputs, subject.configs, subject.outputs):
         target = inspect.unwrap(function) if callable(function) else function
         module = sys.modules.get(getattr(target, "__module__", None) or "")

@@ -24,7 +24,7 @@ def named_tensors(output: Any) -> dict[str, torch.Tensor]:
         SubjectError: anything but tensors, tuples, lists and mappings.
     """
     found = dict(_walk(output, "output"))
-    return {"output": tensor for tensor in found.values()} if len(found) == 1 else found
+    return {"output": next(iter(found.values()))} if len(found) == 1 else found
 
 
 def _walk(output: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,10 +66,13 @@ def mesh_placement(tensor: DTensor, name: str) -> Placement:
     """
     if len(tensor.placements) != 1:
         raise SubjectError(f"Expected a DTensor on a mesh of one axis but got {name} with placements={tensor.placements}")
-    return as_placement(tensor.placements[0])
+    placement: Any = tensor.placements[0]
+    return as_placement(placement)
 
 
-def placements_of(parameters: Mapping[str, nn.Parameter], declared: Mapping[str, Placement], logical: Iterable[str]) -> dict[str, Placement]:
+def placements_of(
+    parameters: Mapping[str, nn.Parameter], declared: Mapping[str, Placement], logical: Iterable[str]
+) -> dict[str, Placement]:
     """The placement of every parameter: its own if it is a DTensor, otherwise the first pattern that matches its name.
 
     Args:
@@ -89,7 +92,9 @@ def placements_of(parameters: Mapping[str, nn.Parameter], declared: Mapping[str,
             found[name] = declared[matching[0]]
         else:
             patterns = ", ".join(declared) or "none"
-            raise SubjectError(f"Expected a placement for every parameter but got none for {name!r}: add it to placements (patterns: {patterns})")
+            raise SubjectError(
+                f"Expected a placement for every parameter but got none for {name!r}: add it to placements (patterns: {patterns})"
+            )
     unused = {pattern for pattern in unused if not any(fnmatchcase(name, pattern) for name in logical)}
     if unused:
         names = ", ".join(parameters) or "none"
@@ -104,7 +109,9 @@ def load_logical(module: nn.Module, logical: Mapping[str, torch.Tensor]) -> None
             parameter.copy_(logical[name])
 
 
-def load_shards(module: nn.Module, logical: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], rank: int, world_size: int) -> None:
+def load_shards(
+    module: nn.Module, logical: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], rank: int, world_size: int
+) -> None:
     """Copy each parameter's part of the logical value into it.
 
     Raises:
@@ -112,7 +119,9 @@ def load_shards(module: nn.Module, logical: Mapping[str, torch.Tensor], placemen
     """
     for name, parameter in named_parameters(module).items():
         if name not in logical:
-            raise SubjectError(f"Expected the reference to have every parameter of the parallel module but got {name!r}; it has: {', '.join(logical)}")
+            raise SubjectError(
+                f"Expected the reference to have every parameter of the parallel module but got {name!r}; it has: {', '.join(logical)}"
+            )
         layout = placements[name].value
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         expected = local_shape(logical[name].shape, layout, rank, world_size)
@@ -138,7 +147,9 @@ def check_complete(logical: Iterable[str], held: Iterable[str], declared: Mappin
         layout = next((placement.value for pattern, placement in declared.items() if fnmatchcase(name, pattern)), None)
         if not isinstance(layout, Partial):
             names = ", ".join(sorted(present)) or "none"
-            raise SubjectError(f"Expected the parallel module to have every parameter of the reference but rank {rank} lacks {name!r}; it has: {names}")
+            raise SubjectError(
+                f"Expected the parallel module to have every parameter of the reference but rank {rank} lacks {name!r}; it has: {names}"
+            )
 
 
 def gradient_of(tensor: torch.Tensor, placement: Placement) -> Placed:

@@ -26,6 +26,14 @@ class Placed:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class ModuleCall:
+    """The tensors that one call of a submodule took and returned, by position; None where it was not tensors only."""
+
+    inputs: tuple[torch.Tensor, ...] | None
+    outputs: tuple[torch.Tensor, ...] | None
+
+
 @dataclass
 class RankRun:
     """What one rank of the TP group produced.
@@ -36,6 +44,7 @@ class RankRun:
         parameters: values by parameter name, as the harness loaded them.
         parameter_gradients: by parameter name, after ``finalize_gradients``; a tied parameter stands under each of its names.
         ties: groups of parameter names that are one and the same parameter object.
+        calls: traced runs only: the first call of every submodule, by path, in order of the calls' starts.
     """
 
     outputs: dict[str, Placed] = field(default_factory=dict)
@@ -43,6 +52,7 @@ class RankRun:
     parameters: dict[str, Placed] = field(default_factory=dict)
     parameter_gradients: dict[str, Placed] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
+    calls: dict[str, ModuleCall] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Run:
         error: why the run did not finish, or None.
         inputs: the logical inputs, by name.
         uses: reference only: the gradient of each use of a tied parameter, by the name under which it is used.
+        replayed: traced reference only: what its submodules return for the parallel module's inputs, by path.
         depth: reference only: number of modules that may follow one another, for the tolerance.
         terms: reference only: length of the longest sum, for the tolerance.
     """
@@ -64,6 +75,7 @@ class Run:
     error: SimulationError | None = None
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     uses: dict[str, torch.Tensor] = field(default_factory=dict)
+    replayed: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     depth: int = 1
     terms: int = 1
 

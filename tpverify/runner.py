@@ -18,16 +18,16 @@ from tpverify import modules, values
 from tpverify.case import Case
 from tpverify.errors import SimulationError, SubjectError
 from tpverify.ledger.ledger import Ledger
-from tpverify.ledger.record import Record
-from tpverify.run import Comparison, Placed, RankRun, Run
+from tpverify.run import Comparison, ModuleCall, Placed, RankRun, Run
 from tpverify.sharding import Layout, Placement, local_indices, shard, sharded_dim
 from tpverify.simulator import recorder
 from tpverify.simulator.endpoint import Capture
 from tpverify.simulator.world import run_world
 from tpverify.subjects.subject import Input, Subject
 from tpverify.tp_group import use_tp_group
+from tpverify.trace import replay, tracing
 
-RankProgram = Callable[[Subject, Case, "Logical", int], RankRun]
+RankProgram = Callable[[Subject, Case, "Logical", int, bool], RankRun]
 
 CASE_TIMEOUT = 60.0
 DTYPE = torch.float64
@@ -50,11 +50,21 @@ class Logical:
     cotangents: dict[str, torch.Tensor]
 
 
-def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT) -> tuple[Comparison, ...]:
+@dataclass(frozen=True)
+class Reference:
+    """The reference side of one TP group: its module, what both sides start from, and what came out."""
+
+    module: nn.Module
+    logical: Logical
+    run: Run
+
+
+def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT, *, traced: bool = False) -> tuple[Comparison, ...]:
     """Run a case; one comparison per TP group in the world.
 
     Args:
         timeout: seconds for all ranks together.
+        traced: whether to capture what goes into and comes out of every submodule.
 
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
@@ -62,14 +72,12 @@ def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT) -> tup
     _check_config(case.config)
     layouts = group_layouts(case)
     rejected = subject.rejects is not None and subject.rejects(case.config, case.world_size)
-    references: list[Run] = []
-    logical: list[Logical] = []
-    for group in range(len(layouts)):
-        reference, tensors = _unrun_reference(subject, case, group) if rejected else run_reference(subject, case, group)
-        references.append(reference)
-        logical.append(tensors)
+    sides = [
+        _unrun_reference(subject, case, group) if rejected else run_reference(subject, case, group, traced) for group in range(len(layouts))
+    ]
+    program = try_rank if rejected else run_rank
     ledger, results, failure = run_world(
-        _rank_program(subject, case, logical, layouts, try_rank if rejected else run_rank),
+        _rank_program(subject, case, [side.logical for side in sides], layouts, program, traced),
         sum(len(members) for members in layouts),
         args=(),
         seed=case.seed,
@@ -80,10 +88,13 @@ def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT) -> tup
     cause = getattr(failure, "exception", None)
     if isinstance(cause, SubjectError):
         raise SubjectError(f"subject {subject.name}: {cause}") from cause
-    return tuple(
-        Comparison(subject, case, reference, _group_run(members, results, ledger, failure), members)
-        for members, reference in zip(layouts, references, strict=True)
-    )
+    comparisons = []
+    for members, side in zip(layouts, sides, strict=True):
+        parallel = _group_run(members, results, ledger, failure)
+        if traced and parallel.ranks and side.run.ranks:
+            side.run.replayed = replay(side.module, side.run.ranks[0].calls, parallel.ranks)
+        comparisons.append(Comparison(subject, case, side.run, parallel, members))
+    return tuple(comparisons)
 
 
 def group_layouts(case: Case) -> list[tuple[int, ...]]:
@@ -96,7 +107,7 @@ def group_layouts(case: Case) -> list[tuple[int, ...]]:
     return [tuple(range(size))]
 
 
-def run_reference(subject: Subject, case: Case, group: int = 0) -> tuple[Run, Logical]:
+def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Reference:
     """Run the reference on logical tensors drawn from the case's seed.
 
     Raises:
@@ -109,7 +120,9 @@ def run_reference(subject: Subject, case: Case, group: int = 0) -> tuple[Run, Lo
             logical = _draw(subject, case, group, module)
             modules.load_logical(module, logical.parameters)
             leaves = {name: _leaf(logical.inputs[name], spec, case.layout) for name, spec in logical.specs.items()}
-            outputs = modules.named_tensors(module(*leaves.values()))
+            calls: dict[str, ModuleCall] = {}
+            with tracing(module, calls) if traced else contextlib.nullcontext():
+                outputs = modules.named_tensors(module(*leaves.values()))
             for label, output in outputs.items():
                 logical.cotangents[label] = values.draw_cotangent(case, group, label, output.shape)
             _backward(outputs, logical.cotangents, case.layout)
@@ -117,21 +130,27 @@ def run_reference(subject: Subject, case: Case, group: int = 0) -> tuple[Run, Lo
     except SubjectError:
         raise
     except Exception as error:
-        raise SubjectError(f"Expected the reference of {subject.name} to run but it raised {type(error).__name__}: {error} on {case!r}") from error
+        raise SubjectError(
+            f"Expected the reference of {subject.name} to run but it raised {type(error).__name__}: {error} on {case!r}"
+        ) from error
     names = modules.named_parameters(module)
-    run = Run([_collect(module, leaves, logical, dict.fromkeys(names, Placement(Replicate())))], Ledger(()), inputs=logical.inputs, uses=uses)
+    run = Run(
+        [_collect(module, leaves, logical, dict.fromkeys(names, Placement(Replicate())))], Ledger(()), inputs=logical.inputs, uses=uses
+    )
     run.ranks[0].outputs = {label: Placed(output.detach().clone(), Replicate()) for label, output in outputs.items()}
+    run.ranks[0].calls = calls
     run.depth = 2 + sum(1 for _ in module.modules())
     sizes = [max(tensor.shape, default=1) for tensor in logical.parameters.values()]
     run.terms = max([1, *sizes, *(tensor.numel() for tensor in logical.inputs.values())])
-    return run, logical
+    return Reference(module, logical, run)
 
 
-def _unrun_reference(subject: Subject, case: Case, group: int) -> tuple[Run, Logical]:
+def _unrun_reference(subject: Subject, case: Case, group: int) -> Reference:
     """For a case that must be refused: the reference may not be able to run it, but the ranks need something to start from."""
     with torch.random.fork_rng(devices=[]), _default_dtype():
-        logical = _draw(subject, case, group, nn.Module())
-    return Run([], Ledger(())), logical
+        module = nn.Module()
+        logical = _draw(subject, case, group, module)
+    return Reference(module, logical, Run([], Ledger(())))
 
 
 def _check_config(config: Any) -> None:
@@ -186,28 +205,33 @@ def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input]) -> list
     return [[index for index in indices if index >= 0] for indices in owned]
 
 
-def _rank_program(subject: Subject, case: Case, logical: Sequence[Logical], layouts: Sequence[tuple[int, ...]], run: RankProgram) -> Any:
+def _rank_program(
+    subject: Subject, case: Case, logical: Sequence[Logical], layouts: Sequence[tuple[int, ...]], run: RankProgram, traced: bool
+) -> Any:
     def program() -> RankRun:
         torch.set_default_dtype(DTYPE)
         me = dist.get_rank()
         groups = [dist.new_group(list(members)) for members in layouts] if len(layouts) > 1 else [None]
         index = next(i for i, members in enumerate(layouts) if me in members)
         with use_tp_group(groups[index]):
-            return run(subject, case, logical[index], layouts[index].index(me))
+            return run(subject, case, logical[index], layouts[index].index(me), traced)
 
     return program
 
 
-def try_rank(subject: Subject, case: Case, logical: Logical, rank: int) -> RankRun:
+def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: bool) -> RankRun:
     """One rank's program for a case that must be refused: build, and run forward if the inputs can be cut at all."""
     module = subject.parallel(case.config)
     with contextlib.suppress(SubjectError):
-        leaves = [_leaf(shard(logical.inputs[name], spec.placements.value, rank, case.world_size), spec, case.layout) for name, spec in logical.specs.items()]
+        leaves = [
+            _leaf(shard(logical.inputs[name], spec.placements.value, rank, case.world_size), spec, case.layout)
+            for name, spec in logical.specs.items()
+        ]
         module(*leaves)
     return RankRun()
 
 
-def run_rank(subject: Subject, case: Case, logical: Logical, rank: int) -> RankRun:
+def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: bool) -> RankRun:
     """One rank's program: build, load, forward, backward, finalise, collect."""
     size = case.world_size
     module = subject.parallel(case.config)
@@ -218,17 +242,26 @@ def run_rank(subject: Subject, case: Case, logical: Logical, rank: int) -> RankR
     placements = modules.placements_of(modules.named_parameters(module), patterns, logical.parameters)
     modules.check_complete(logical.parameters, placements, patterns, rank)
     modules.load_shards(module, logical.parameters, placements, rank, size)
-    leaves = {name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout) for name, spec in logical.specs.items()}
-    with recorder.phase("forward"):
+    leaves = {
+        name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout)
+        for name, spec in logical.specs.items()
+    }
+    calls: dict[str, ModuleCall] = {}
+    with recorder.phase("forward"), tracing(module, calls) if traced else contextlib.nullcontext():
         outputs = modules.named_tensors(module(*leaves.values()))
     declared = _output_placements(subject, case, outputs, list(logical.cotangents))
     with recorder.phase("backward"):
-        cotangents = {label: shard(cotangent, declared[label].of_gradient, rank, size) for label, cotangent in logical.cotangents.items() if label in outputs}
+        cotangents = {
+            label: shard(cotangent, declared[label].of_gradient, rank, size)
+            for label, cotangent in logical.cotangents.items()
+            if label in outputs
+        }
         _backward(outputs, cotangents, case.layout)
     with recorder.phase("optimizer"):
         if subject.finalize_gradients is not None:
             subject.finalize_gradients(module)
     run = _collect(module, leaves, logical, placements)
+    run.calls = calls
     run.outputs = {label: Placed(modules.local_of(output).detach().clone(), declared[label].value) for label, output in outputs.items()}
     return run
 
@@ -237,7 +270,9 @@ def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch
     """By output label: a DTensor's own placement, otherwise the declared one; outputs nobody expects count as Replicate."""
     declared = subject.outputs_for(case.config)
     if isinstance(declared, tuple) and len(declared) != len(labels):
-        raise SubjectError(f"Expected one output placement per output of the reference but got {len(declared)} placements for {', '.join(labels)}")
+        raise SubjectError(
+            f"Expected one output placement per output of the reference but got {len(declared)} placements for {', '.join(labels)}"
+        )
     each = declared if isinstance(declared, tuple) else (declared,) * len(labels)
     by_label = {**dict.fromkeys(outputs, Placement(Replicate())), **dict(zip(labels, each, strict=True))}
     own = {label: modules.mesh_placement(output, label) for label, output in outputs.items() if isinstance(output, DTensor)}
@@ -265,8 +300,12 @@ def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torc
 def _collect(module: nn.Module, leaves: Mapping[str, torch.Tensor], logical: Logical, placements: Mapping[str, Placement]) -> RankRun:
     parameters = modules.named_parameters(module)
     return RankRun(
-        input_gradients={name: modules.gradient_of(leaves[name], spec.placements) for name, spec in logical.specs.items() if spec.requires_grad},
-        parameters={name: Placed(modules.local_of(parameter).detach().clone(), placements[name].value) for name, parameter in parameters.items()},
+        input_gradients={
+            name: modules.gradient_of(leaves[name], spec.placements) for name, spec in logical.specs.items() if spec.requires_grad
+        },
+        parameters={
+            name: Placed(modules.local_of(parameter).detach().clone(), placements[name].value) for name, parameter in parameters.items()
+        },
         parameter_gradients={name: modules.gradient_of(parameter, placements[name]) for name, parameter in parameters.items()},
         ties=modules.ties(module),
     )
@@ -290,7 +329,9 @@ def _capture(subject: Subject, case: Case) -> Capture | None:
     if vocabulary is None or not vocabulary.lookup:
         return None
     pattern = vocabulary.lookup
-    return lambda record: record.phase == "forward" and record.kind in ("all_reduce", "reduce_scatter") and fnmatchcase(record.module, pattern)
+    return lambda record: (
+        record.phase == "forward" and record.kind in ("all_reduce", "reduce_scatter") and fnmatchcase(record.module, pattern)
+    )
 
 
 def _group_run(members: tuple[int, ...], results: Sequence[Any], ledger: Ledger, failure: SimulationError | None) -> Run:

@@ -52,7 +52,7 @@ def tensor_values(subject: Subject, config: Any) -> st.SearchStrategy[str]:
     return st.sampled_from(options)
 
 
-def configs(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
+def configs_of(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
     """The subject's configs for one TP degree.
 
     Raises:
@@ -62,7 +62,10 @@ def configs(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
     if strategy is None and callable(subject.configs):
         strategy = subject.configs(world_size)
     if not isinstance(strategy, st.SearchStrategy):
-        raise SubjectError(f"Expected configs to be a Hypothesis strategy, or a function of the world size that returns one, but got {strategy or subject.configs!r}")
+        got = strategy if strategy is not None else subject.configs
+        raise SubjectError(
+            f"Expected configs to be a Hypothesis strategy, or a function of the world size that returns one, but got {got!r}"
+        )
     return strategy
 
 
@@ -70,7 +73,7 @@ def configs(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
 def cases(draw: st.DrawFn, subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> Case:
     """Cases of a subject; shrink to one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0."""
     world_size = draw(world_sizes(allowed))
-    config = draw(configs(subject, world_size))
+    config = draw(configs_of(subject, world_size))
     return Case(
         subject=subject.name,
         config=config,

@@ -24,7 +24,19 @@ from tpverify.strategies import ALL_WORLD_SIZES, DEFAULT_WORLD_SIZES, cases
 from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation, failure_report
 
-__all__ = ["CheckFailed", "builtin_subjects", "check_case", "describe_checks", "load_subject", "property_test", "read_case", "record_result", "run_case", "typical_case", "verify"]
+__all__ = [
+    "CheckFailed",
+    "builtin_subjects",
+    "check_case",
+    "describe_checks",
+    "load_subject",
+    "property_test",
+    "read_case",
+    "record_result",
+    "run_case",
+    "typical_case",
+    "verify",
+]
 
 CASES_AFTER_FAILURE = 20
 """How many more cases are drawn once one has failed, to find other failures beside it."""
@@ -206,7 +218,9 @@ def typical_case(subject: Subject, world_size: int, seed: int = 0) -> Case:
     return max(found, key=lambda case: (len(repr(case)), repr(case)))
 
 
-def property_test(subject: Subject, *, world_sizes: Sequence[int] | None = None, checks: Collection[str] | None = None) -> Callable[[], None]:
+def property_test(
+    subject: Subject, *, world_sizes: Sequence[int] | None = None, checks: Collection[str] | None = None
+) -> Callable[[], None]:
     """A pytest test, run by Hypothesis under the active profile: for every case of the subject, all checks hold.
 
     Args:

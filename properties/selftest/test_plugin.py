@@ -15,10 +15,12 @@ from tpverify.options import WORLD_SIZES_VARIABLE
 PROPERTIES = """
     from hypothesis import settings
 
+    import torch
+
     import cli_subjects
     import tpverify as tpv
     from tpverify.subjects.builtin import BUILTIN
-
+    torch.set_num_threads(1)
     settings.register_profile("plugin", max_examples=8, deadline=None, database=None, derandomize=True)
     settings.load_profile("plugin")
 
@@ -32,11 +34,10 @@ SUMMARY = re.compile(r"^tpverify: 2 properties, (\d+) cases, world sizes 1, 2; (
 
 
 @pytest.fixture
-def properties(pytester: pytest.Pytester) -> pytest.Pytester:
+def properties(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A folder with one property that holds, one that does not, and a plain test."""
     pytester.makepyfile(test_properties=PROPERTIES)
-    pytester.syspathinsert(Path(__file__).parent)
-    pytester.monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return pytester
 
 
@@ -63,7 +64,7 @@ def test_results_reach_the_summary_and_the_reports(properties: pytest.Pytester, 
 
 
 def test_a_failed_property_shows_its_failure_report_and_no_frames_of_ours(properties: pytest.Pytester) -> None:
-    done = properties.runpytest("-p", "no:cacheprovider", "--tpverify-world-sizes", "2", "-k", "unreduced")
+    done = properties.runpytest_subprocess("-p", "no:cacheprovider", "--tpverify-world-sizes", "2", "-k", "unreduced")
     done.assert_outcomes(failed=1)
     output = done.stdout.str()
     done.stdout.re_match_lines([r"tpverify: \w+ check failed: cli_subjects:unreduced, world_size=2, ranks 0 and 1"])
@@ -73,13 +74,13 @@ def test_a_failed_property_shows_its_failure_report_and_no_frames_of_ours(proper
 
 
 def test_frames_are_shown_when_asked_for(properties: pytest.Pytester) -> None:
-    done = properties.runpytest("-p", "no:cacheprovider", "--tpverify-world-sizes", "2", "-k", "unreduced", "--tb", "native")
+    done = properties.runpytest_subprocess("-p", "no:cacheprovider", "--tpverify-world-sizes", "2", "-k", "unreduced", "--tb", "native")
     assert "verification.py" in done.stdout.str()
 
 
 def test_no_summary_and_nothing_passed_without_properties(properties: pytest.Pytester) -> None:
     report = properties.path / "report.json"
-    done = properties.runpytest("-p", "no:cacheprovider", "-k", "plain", f"--tpverify-report=json={report}")
+    done = properties.runpytest_subprocess("-p", "no:cacheprovider", "-k", "plain", f"--tpverify-report=json={report}")
     done.assert_outcomes(passed=1)
     assert "properties," not in done.stdout.str()
     assert json.loads(report.read_text())["passed"] is False
@@ -100,15 +101,15 @@ def test_a_wrong_option_is_a_usage_error(pytester: pytest.Pytester, option: str,
     assert says in done.stderr.str()
 
 
-def test_the_environment_is_restored(properties: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_restored(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORLD_SIZES_VARIABLE, "3")
-    properties.makepyfile(
-        test_properties=f"""
+    pytester.makepyfile(
+        f"""
         import os
 
         def test_environment():
             assert os.environ[{WORLD_SIZES_VARIABLE!r}] == "1,2"
         """
     )
-    properties.runpytest("-p", "no:cacheprovider", "--tpverify-world-sizes", "1,2").assert_outcomes(passed=1)
+    pytester.runpytest("-p", "no:cacheprovider", "--tpverify-world-sizes", "1,2").assert_outcomes(passed=1)
     assert os.environ[WORLD_SIZES_VARIABLE] == "3"

@@ -53,7 +53,7 @@ def _disagreements(comparison: Comparison) -> list[Finding]:
             here, there = counted[rank][kind, phase, module], counted[members[0]][kind, phase, module]
             if here != there:
                 where = f" of {module}" if module else ""
-                message = f"Expected all ranks to issue the same collectives but rank {index} issued {here} {kind} in {phase}{where} and rank 0 {there}"
+                message = f"Expected all ranks to issue as many {kind} in {phase}{where} but rank {index} issued {here} and rank 0 {there}"
                 findings.append(Finding((index,), "", message))
     return findings
 
@@ -105,7 +105,8 @@ def _missing(collective: Collective, missing: int, last: Record | None) -> str:
     module = f" of {collective.module}" if collective.module not in ("", "*") else ""
     after = f"nothing after {located(last)}" if last else f"no collective in {collective.phase} at all"
     plural = "s" if collective.count > 1 else ""
-    return f"Expected {collective.count} {collective.kind}{plural}{size} in {collective.phase}{module} but got {collective.count - missing}: {after}"
+    wanted = f"{collective.count} {collective.kind}{plural}{size} in {collective.phase}{module}"
+    return f"Expected {wanted} but got {collective.count - missing}: {after}"
 
 
 def buffers(comparison: Comparison) -> list[Finding] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpverify.checks.finding import Finding, compare_placed, gradient_scale, per_rank
+from tpverify.checks.inside import modules_at_fault
 from tpverify.run import Comparison, Placed
 
 
@@ -22,7 +23,7 @@ def forward(comparison: Comparison) -> list[Finding] | None:
         assert placed.local is not None
         actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].outputs, label)
         findings += compare_placed(comparison, label, placed.local, actual)
-    return findings
+    return findings + modules_at_fault(comparison) if findings else findings
 
 
 def input_gradient(comparison: Comparison) -> list[Finding] | None:

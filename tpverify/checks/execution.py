@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpverify.case import short_repr
 from tpverify.checks.finding import Finding
 from tpverify.errors import RankError, RankTimeout
 from tpverify.run import Comparison
@@ -27,7 +28,9 @@ def execution(comparison: Comparison) -> list[Finding] | None:
         return []
     diagnosis = ""
     if isinstance(error, RankError) and _SAVED in str(error.exception):
-        diagnosis = "a collective (or other operation) in place over a tensor that autograd has saved fits this: real backends compute wrong gradients without a word"
+        diagnosis = (
+            "a collective in place over a tensor that autograd saved fits this: real backends compute wrong gradients without a word"
+        )
     return [Finding(ranks or tuple(range(len(comparison.members))), "", f"Expected every rank to finish but {error}", diagnosis)]
 
 
@@ -39,4 +42,6 @@ def rejection(comparison: Comparison) -> list[Finding] | None:
     if isinstance(error, RankError) and isinstance(error.exception, ValueError):
         return []
     got = "no rank refused it" if error is None else str(error)
-    return [Finding(tuple(range(len(comparison.members))), "", f"Expected {comparison.case.config!r} to be refused with a ValueError on {comparison.case.world_size} ranks but {got}")]
+    ranks = tuple(range(len(comparison.members)))
+    refused = f"Expected {short_repr(comparison.case.config)} to be refused with a ValueError on {len(ranks)} ranks"
+    return [Finding(ranks, "", f"{refused} but {got}")]

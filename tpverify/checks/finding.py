@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tpverify.checks.diagnosis import diagnose
 from tpverify.run import Comparison, Placed
 from tpverify.sharding import Partial, Replicate, describe, shard
 from tpverify.tolerance import compare, tolerance
@@ -75,7 +76,14 @@ def compare_placed(
         if text:
             where = f"{describe(placed.layout, size)}, " if not summed else "Partial, summed over ranks, "
             findings.setdefault(f"{text}\n({where}world size {size})", []).append(rank)
-    return [Finding(tuple(ranks), label, message) for message, ranks in _merged(findings).items()]
+    diagnosis = diagnose(label, expected, actual, size, bound_of(comparison), _vectors(comparison)) if findings else ""
+    return [Finding(tuple(ranks), label, message, diagnosis) for message, ranks in _merged(findings).items()]
+
+
+def _vectors(comparison: Comparison) -> dict[str, torch.Tensor]:
+    """The logical parameters that are vectors: biases, norm weights."""
+    parameters = comparison.reference.ranks[0].parameters
+    return {name: placed.local for name, placed in parameters.items() if placed.local is not None and placed.local.dim() == 1}
 
 
 def _difference(comparison: Comparison, label: str, expected: torch.Tensor, actual: torch.Tensor, rms: float) -> str:

@@ -74,7 +74,10 @@ def _units_differ(label: str, placed: Sequence[Placed], layout: FusedShard) -> l
             if here is None or there is None:
                 continue
             dim = _dim(layout, here)
-            mine, theirs = here.index_select(dim, torch.tensor([b for _, b in pairs])), there.index_select(dim, torch.tensor([a for a, _ in pairs]))
+            mine, theirs = (
+                here.index_select(dim, torch.tensor([b for _, b in pairs])),
+                there.index_select(dim, torch.tensor([a for a, _ in pairs])),
+            )
             if not bitwise_equal(mine, theirs):
                 findings.append(_finding(f"{label} (units shared with rank {first_rank})", [rank], theirs, mine))
     return findings

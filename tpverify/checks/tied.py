@@ -29,7 +29,13 @@ def _untied(comparison: Comparison, names: Sequence[str]) -> list[Finding]:
     ]
     if not apart:
         return []
-    return [Finding(tuple(apart), names[0], f"Expected {' and '.join(names)} to be one parameter, as in the reference, but they are separate parameters")]
+    return [
+        Finding(
+            tuple(apart),
+            names[0],
+            f"Expected {' and '.join(names)} to be one parameter, as in the reference, but they are separate parameters",
+        )
+    ]
 
 
 def _wrong_sum(comparison: Comparison, names: Sequence[str]) -> list[Finding]:
@@ -43,7 +49,10 @@ def _wrong_sum(comparison: Comparison, names: Sequence[str]) -> list[Finding]:
     total = sum(uses.values(), torch.zeros(()))
     wrong = compare_placed(comparison, label, total, actual, rms)
     diagnosis = _diagnose(comparison, label, uses, actual, rms) if wrong else ""
-    return [Finding(finding.ranks, label, f"{finding.message}\n(the sum of the gradients of its uses {', '.join(uses)})", diagnosis) for finding in wrong]
+    return [
+        Finding(finding.ranks, label, f"{finding.message}\n(the sum of the gradients of its uses {', '.join(uses)})", diagnosis)
+        for finding in wrong
+    ]
 
 
 def _diagnose(comparison: Comparison, label: str, uses: dict[str, torch.Tensor], actual: dict[int, Placed], rms: float) -> str:

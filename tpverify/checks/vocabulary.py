@@ -92,7 +92,9 @@ def _wrong_rows(rows: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, owne
     foreign = rows[~own].ne(0).any(-1)
     texts = []
     if bool(foreign.any()):
-        texts.append(f"Expected rank {rank} to contribute exactly zero for ids of other ranks but it contributes to {_ids(ids[~own][foreign])}")
+        texts.append(
+            f"Expected rank {rank} to contribute exactly zero for ids of other ranks but it contributes to {_ids(ids[~own][foreign])}"
+        )
     if bool(silent.any()):
         texts.append(f"Expected rank {rank} to contribute the rows of its own ids but it contributes nothing to {_ids(ids[own][silent])}")
     return "\n".join(texts)
@@ -106,7 +108,12 @@ def _ignored(comparison: Comparison, described: Vocabulary) -> list[Finding]:
     wrong = []
     for rank, run in enumerate(comparison.parallel.ranks):
         gradient = run.input_gradients.get(described.logits)
-        if gradient is not None and gradient.local is not None and gradient.local.shape[:-1] == ignored.shape and bool((gradient.local[ignored] != 0).any()):
+        if (
+            gradient is not None
+            and gradient.local is not None
+            and gradient.local.shape[:-1] == ignored.shape
+            and bool((gradient.local[ignored] != 0).any())
+        ):
             wrong.append(rank)
     if not wrong:
         return []
@@ -126,7 +133,11 @@ def _wrong_ids(comparison: Comparison, described: Vocabulary) -> list[Finding]:
                 expected = comparison.reference.ranks[0].outputs.get(label)
                 if expected is not None and expected.local is not None:
                     found = _depends_on_id(comparison, ids, expected.local, placed, rank)
-                    findings += [Finding((rank,), label, f"Expected {label} to be right for every id but it is wrong for exactly {found}")] if found else []
+                    findings += (
+                        [Finding((rank,), label, f"Expected {label} to be right for every id but it is wrong for exactly {found}")]
+                        if found
+                        else []
+                    )
     return findings
 
 

@@ -77,6 +77,9 @@ def reduce_tensors(tensors: Sequence[Tensor], reduce_op: str, order: str = "rank
     return total.clone() if len(tensors) == 1 else total
 
 
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+"""Kinds whose results are fresh tensors; the others hand the ranks' inputs on."""
+
 Results = list[list[Tensor]]
 """Per rank: the value of each of its output tensors (compared and copied by number of elements)."""
 
@@ -88,9 +91,9 @@ def all_reduce(inputs: Sequence[Sequence[Tensor]], reduce_op: str, order: str) -
 
 
 def reduce(inputs: Sequence[Sequence[Tensor]], reduce_op: str, order: str, root: int) -> Results:
-    """Only the root gets the reduction; the other ranks' buffers keep their value."""
+    """Only the root gets the reduction."""
     reduced = [reduce_tensors(column, reduce_op, order) for column in zip(*inputs, strict=True)]
-    return [reduced if rank == root else list(own) for rank, own in enumerate(inputs)]
+    return [reduced if rank == root else [] for rank in range(len(inputs))]
 
 
 def all_gather(inputs: Sequence[Sequence[Tensor]]) -> Results:
@@ -110,8 +113,8 @@ def reduce_scatter(inputs: Sequence[Sequence[Tensor]], reduce_op: str, order: st
 
 
 def broadcast(inputs: Sequence[Sequence[Tensor]], root: int) -> Results:
-    """Every rank gets the root's tensors."""
-    return [list(inputs[root]) for _ in inputs]
+    """Every rank but the root gets the root's tensors."""
+    return [[] if rank == root else list(inputs[root]) for rank in range(len(inputs))]
 
 
 def gather(inputs: Sequence[Sequence[Tensor]], root: int) -> Results:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpverify.ledger.record import Record
+from tpverify.simulator.collectives import REDUCING
 from tpverify.simulator.exchange import Call, Exchange, Meeting, Message
+from tpverify.simulator.in_flight import PlainTensors, Watch, poison_outputs
 from tpverify.simulator.recorder import Recorder, call_sites
 from tpverify.simulator.scheduler import Scheduler
 
@@ -23,17 +25,24 @@ Capture = Callable[[Record], bool]
 
 
 class SimWork(dist.Work):
-    """Handle of one collective; results are written when it is waited for."""
+    """Handle of one collective; results are written when it is waited for.
 
-    def __init__(self, endpoint: Endpoint, pending: Meeting | Message | None, deliver: Callable[[], None]) -> None:
+    ``held`` handles belong to a coalesced batch: only the batch's own handle waits for them.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, pending: Meeting | Message | None, deliver: Callable[[], None], outputs: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
+        self.held = False
         self._endpoint = endpoint
         self._pending = pending
         self._deliver: Callable[[], None] | None = deliver
+        self._outputs = list(outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until complete, then write the results."""
-        if self._deliver is not None:
+        if self._deliver is not None and not self.held:
             if self._pending is not None:
                 self._endpoint.scheduler.wait_until(self._endpoint.rank, self._pending)
             deliver, self._deliver, self._pending = self._deliver, None, None
@@ -61,12 +70,29 @@ class SimWork(dist.Work):
     def exception(self) -> None:
         """A simulated collective succeeds or ends the run."""
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A completed future: asking for it waits, because a callback would run on no rank's turn."""
+    def result(self) -> list[Tensor]:
+        """The output tensors, once complete."""
         self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A completed future of the output tensors: asking waits, because a callback would run on no rank's turn."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(None)
+        future.set_result(self.result())
         return future
+
+
+class RecvWork(SimWork):
+    """Handle of a recv; knows the sender afterwards."""
+
+    source = -1
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    def source_rank(self) -> int:
+        """The group rank the message came from."""
+        return self.source
 
 
 class Endpoint:
@@ -79,11 +105,13 @@ class Endpoint:
         capture: records whose input tensors are kept as ``payload``.
     """
 
-    def __init__(self, rank: int, scheduler: Scheduler, exchange: Exchange, recorder: Recorder, records: list[Record], capture: Capture | None) -> None:
+    def __init__(
+        self, rank: int, scheduler: Scheduler, exchange: Exchange, recorder: Recorder, records: list[Record], capture: Capture | None
+    ) -> None:
         self.rank = rank
         self.scheduler = scheduler
+        self.exchange = exchange
         self.recorder = recorder
-        self._exchange = exchange
         self._records = records
         self._capture = capture
         self._op_id = 0
@@ -92,57 +120,72 @@ class Endpoint:
 
     def issue(self, group: SimProcessGroup, call: Call, whole_inputs: Sequence[Tensor]) -> SimWork:
         """Take part in a collective."""
-        number = self._exchange.next_number(group.sim_name, group.members, group.group_rank)
-        with torch.no_grad(), _PlainTensors():
+        self.scheduler.admit(self.rank)
+        number = self.exchange.next_number(group.key, group.members, group.group_rank)
+        watch: Watch | None = None
+        with torch.no_grad(), PlainTensors():
             index, record = self._record(group, call, whole_inputs, number=number)
-            versions: list[tuple[Tensor, int]] = []
-            if call.is_async:
+            if call.is_async or call.kind not in REDUCING:
+                # A peer may take its result after this rank has gone on and changed its tensors.
                 own, call = call, replace(call, inputs=[tensor.clone() for tensor in call.inputs])
-                _poison_outputs(own, whole_inputs, group.group_rank)
-                versions = [(tensor, tensor._version) for tensor in (*whole_inputs, *own.outputs) if not tensor.is_inference()]
-        meeting = self._exchange.join(group.sim_name, group.group_rank, call, record)
+                if call.is_async:
+                    poison_outputs(own, whole_inputs)
+                    watch = Watch(own, call.inputs)
+        meeting = self.exchange.join(group.key, group.group_rank, call, record)
 
         def deliver() -> None:
-            if any(tensor._version != version for tensor, version in versions):
+            if watch is not None and watch.touched():
                 self._add_hazard(index, "written in flight")
             if meeting.results is not None:
                 self._write(call.outputs, meeting.results[group.group_rank])
 
-        return self._work(meeting, deliver, index, call.is_async)
+        return self._work(SimWork(self, meeting, deliver, call.outputs), index, call.is_async)
 
     def send(self, group: SimProcessGroup, tensor: Tensor, destination: int, tag: int) -> SimWork:
         """Offer a message to a group rank."""
+        self.scheduler.admit(self.rank)
         peer = group.members[destination]
         call = Call("send", [tensor], [], root=destination, is_async=True)
-        with torch.no_grad(), _PlainTensors():
+        with torch.no_grad(), PlainTensors():
             index, record = self._record(group, call, [tensor], p2p=self._next_p2p(group, destination))
             copy = tensor.clone()
-        message = self._exchange.post_send(group.sim_name, group.members, record, (self.rank, peer), tag, copy)
-        return self._work(message, lambda: None, index, is_async=True)
+            watch = Watch(call, [copy])
+        message = self.exchange.post_send(group.key, group.members, record, (self.rank, peer), tag, copy)
+
+        def deliver() -> None:
+            if watch.touched():
+                self._add_hazard(index, "written in flight")
+
+        return self._work(SimWork(self, message, deliver), index, is_async=True)
 
     def recv(self, group: SimProcessGroup, tensor: Tensor, source: int | None, tag: int) -> SimWork:
         """Ask for a message from a group rank, or from any."""
+        self.scheduler.admit(self.rank)
         peer = -1 if source is None else group.members[source]
         call = Call("recv", [], [tensor], root=source, is_async=True)
-        with torch.no_grad(), _PlainTensors():
+        with torch.no_grad(), PlainTensors():
             index, record = self._record(group, call, [], p2p=self._next_p2p(group, -1 if source is None else source))
-            _poison(tensor)
-        message = self._exchange.post_recv(group.sim_name, group.members, record, (peer, self.rank), tag)
+            poison_outputs(call, [])
+            watch = Watch(call, [])
+        message = self.exchange.post_recv(group.key, group.members, record, (peer, self.rank), tag)
 
         def deliver() -> None:
+            if watch.touched():
+                self._add_hazard(index, "written in flight")
             if message.sent is not None:
                 self._write([tensor], [message.sent])
-            work._source = group.members.index(message.source)
+            work.source = group.members.index(message.source)
 
-        work = _RecvWork(self, message, deliver)
-        self._unsettled[id(work)] = (work, index)
+        work = RecvWork(self, message, deliver, [tensor])
+        self._work(work, index, is_async=True)
         return work
 
-    def all_of(self, works: Sequence[dist.Work]) -> SimWork:
-        """One handle for several."""
+    def all_of(self, works: Sequence[SimWork]) -> SimWork:
+        """One handle for a batch."""
 
         def wait() -> None:
             for work in works:
+                work.held = False
                 work.wait()
 
         return SimWork(self, None, wait)
@@ -156,9 +199,9 @@ class Endpoint:
         for _, index in self._unsettled.values():
             self._add_hazard(index, "never waited")
 
-    def _work(self, pending: Meeting | Message, deliver: Callable[[], None], index: int, is_async: bool) -> SimWork:
-        work = SimWork(self, pending, deliver)
+    def _work(self, work: SimWork, index: int, is_async: bool) -> SimWork:
         if is_async:
+            # Also keeps the handle alive: c10d's C++ side does not.
             self._unsettled[id(work)] = (work, index)
         else:
             work.wait()
@@ -166,14 +209,14 @@ class Endpoint:
 
     def _write(self, outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         each = len(values) // len(outputs) if outputs else 0
-        with torch.no_grad(), _PlainTensors():
+        with torch.no_grad(), PlainTensors():
             for position, output in enumerate(outputs):
                 parts = values[position * each : (position + 1) * each]
                 whole = parts[0] if each == 1 else torch.cat([part.reshape(-1) for part in parts])
                 output.copy_(whole.reshape(output.shape))
 
     def _next_p2p(self, group: SimProcessGroup, peer: int) -> int:
-        key = (group.sim_name, peer)
+        key = (group.key, peer)
         self._p2p[key] = self._p2p.get(key, 0) + 1
         return self._p2p[key]
 
@@ -181,7 +224,9 @@ class Endpoint:
         record = self._records[index]
         self._records[index] = replace(record, hazards=(*record.hazards, hazard))
 
-    def _record(self, group: SimProcessGroup, call: Call, whole_inputs: Sequence[Tensor], number: int = 0, p2p: int = 0) -> tuple[int, Record]:
+    def _record(
+        self, group: SimProcessGroup, call: Call, whole_inputs: Sequence[Tensor], number: int = 0, p2p: int = 0
+    ) -> tuple[int, Record]:
         phase, module = self.recorder.position()
         touched = (*whole_inputs, *call.outputs)
         read, written = sum(t.numel() for t in whole_inputs), sum(t.numel() for t in call.outputs)
@@ -191,7 +236,7 @@ class Endpoint:
             op_id=self._op_id,
             rank=self.rank,
             kind=call.kind,
-            process_group=(group.sim_name, group.group_desc),
+            process_group=(group.group_name, group.group_desc),
             group_ranks=group.members,
             collective_seq_id=number,
             p2p_seq_id=p2p,
@@ -216,47 +261,5 @@ class Endpoint:
         return len(self._records) - 1, record
 
 
-class _RecvWork(SimWork):
-    _source = -1
-
-    def _source_rank(self) -> int:
-        return self._source
-
-    def source_rank(self) -> int:
-        """The group rank the message came from."""
-        return self._source
-
-
-class _PlainTensors:
-    """Our own tensor operations are not the user's: hide them from Python dispatch modes."""
-
-    def __enter__(self) -> None:
-        self._guard = torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
-
-    def __exit__(self, *_: object) -> None:
-        del self._guard
-
-
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _poison(tensor: Tensor) -> None:
-    """Fill with a value that shows when it is used: NaN, the lowest integer, or the opposite of a boolean."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        tensor.fill_(float("nan"))
-    elif tensor.dtype == torch.bool:
-        tensor.logical_not_()
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).min if tensor.dtype != torch.uint8 else 255)
-
-
-def _poison_outputs(call: Call, inputs: Sequence[Tensor], group_rank: int) -> None:
-    """Poison what will be written, but never what the API leaves readable while in flight."""
-    if call.kind in ("broadcast", "reduce") and (call.root == group_rank) == (call.kind == "broadcast"):
-        return
-    in_place = call.kind in ("all_reduce", "broadcast", "reduce")
-    storages = set() if in_place else {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
-    for output in call.outputs:
-        if not output.numel() or output.untyped_storage().data_ptr() not in storages:
-            _poison(output)

@@ -12,6 +12,7 @@ from tpverify.errors import CollectiveMismatch
 from tpverify.ledger.matching import CrossingDetector, disagreement, located, name_difference
 from tpverify.ledger.record import Record
 from tpverify.simulator import collectives
+from tpverify.simulator.recorder import call_sites
 from tpverify.simulator.scheduler import Scheduler, Unwind
 
 
@@ -36,7 +37,7 @@ class Call:
     parts: tuple[int, ...] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Meeting:
     """One collective of one group, until all its ranks have come."""
 
@@ -58,7 +59,7 @@ class Meeting:
         return f"waits in #{record.collective_seq_id} {located(record)} for rank{plural} {', '.join(missing)}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Message:
     """One send and the recv that takes it."""
 
@@ -81,7 +82,7 @@ class Message:
         return f"waits in {located(own) if own else 'recv'} for rank {peer if peer >= 0 else 'any'}"
 
 
-@dataclass
+@dataclass(eq=False)
 class GroupState:
     """What one process group has under way."""
 
@@ -104,6 +105,23 @@ class Exchange:
         self._scheduler = scheduler
         self._order = reduction_order
         self._groups: dict[str, GroupState] = {}
+        self._created: dict[str, tuple[tuple[int, ...], int, str]] = {}
+
+    def declare(self, group: str, members: tuple[int, ...], rank: int) -> None:
+        """A rank creates a group, or learns that it is not a member of it; all ranks must mean the same group.
+
+        Raises:
+            Unwind: they do not; the run has been failed with :class:`CollectiveMismatch`.
+        """
+        self._scheduler.admit(rank)
+        sites = call_sites()
+        site = f" at {sites[0]}" if sites else ""
+        first, creator, where = self._created.setdefault(group, (members, rank, site))
+        if first != members:
+            message = "Expected all ranks to create their process groups in the same order but they differ:"
+            message += f"\n  rank {creator}  new_group({list(first)}){where}\n  rank {rank}  new_group({list(members)}){site}"
+            self._scheduler.fail(CollectiveMismatch(message, tuple(sorted((creator, rank)))))
+            raise Unwind
 
     def next_number(self, group: str, members: tuple[int, ...], group_rank: int) -> int:
         """The number of the next collective that ``group_rank`` issues on the group, from 1."""
@@ -115,7 +133,7 @@ class Exchange:
         """Bring one rank's call to its meeting; the last to come computes for all.
 
         Args:
-            call: its inputs are copies where the caller goes on before the meeting is complete.
+            call: its inputs are copies where a rank may change them before all have taken their results.
 
         Raises:
             Unwind: the ranks disagree; the run has been failed with :class:`CollectiveMismatch`.

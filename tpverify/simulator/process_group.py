@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tpverify.simulator.collectives import check_reducible
+from tpverify.simulator.endpoint import Endpoint, SimWork
 from tpverify.simulator.exchange import Call
 
-Issue = Callable[["SimProcessGroup", Call], dist.Work]
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs describe one release; the methods below serve several
 
 
-class SimProcessGroup(dist.ProcessGroup):
+class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are carried out by the simulator.
 
     Method names differ between torch releases; ``RELEASE_NAMES`` lists the names of each method, all of them defined.
@@ -22,20 +25,22 @@ class SimProcessGroup(dist.ProcessGroup):
     Args:
         endpoint: issues collectives, sends and receives for this rank.
         name: the group's name in c10d's registry.
+        key: names the group among all that the run ever creates; c10d's names start again after a new init_process_group.
         group_rank: this rank's position in the group.
         members: global ranks of the group, in group order.
     """
 
-    def __init__(self, endpoint: Any, name: str, group_rank: int, members: tuple[int, ...]) -> None:
+    def __init__(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> None:
         super().__init__(group_rank, len(members))
         self.endpoint = endpoint
-        self.sim_name = name
+        self.key = key
+        self._name = name
         self.group_rank = group_rank
         self.members = members
         self._desc = ""
-        self._batch: list[dist.Work] | None = None
+        self._batch: list[SimWork] | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+    def getBackendName(self) -> str:
         """The backend's name."""
         return "sim"
 
@@ -46,7 +51,7 @@ class SimProcessGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """The group's name in c10d's registry."""
-        return self.sim_name
+        return self._name
 
     @property
     def group_desc(self) -> str:
@@ -57,7 +62,7 @@ class SimProcessGroup(dist.ProcessGroup):
         self._desc = desc
 
     def _set_group_name(self, name: str) -> None:
-        self.sim_name = name
+        self._name = name
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -73,7 +78,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather of each input into a list with one tensor per rank."""
         inputs = _listed(inputs)
-        lists = outputs if outputs and isinstance(outputs[0], (list, tuple)) else [outputs]
+        lists = _lists(outputs)
         for index, (buffers, tensor) in enumerate(zip(lists, inputs, strict=True)):
             _expect_count("output tensors of all_gather", len(buffers), self.size(), index)
             _expect_elements("the own buffer of all_gather", buffers[self.group_rank], tensor.numel())
@@ -81,6 +86,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather of several tensors; ``output_lists[rank][i]`` receives tensor i of ``rank``."""
+        inputs, output_lists = _listed(inputs), _lists(output_lists)
         outputs = [output_lists[rank][i] for i in range(len(inputs)) for rank in range(self.size())]
         return self._issue(Call("all_gather", inputs, outputs, is_async=_is_async(opts)))
 
@@ -90,6 +96,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Several all_gathers into one tensor each."""
+        outputs, inputs = _listed(outputs), _listed(inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
             _expect_elements("the output of all_gather", output, tensor.numel() * self.size())
         return self._issue(Call("all_gather", inputs, outputs, is_async=_is_async(opts)))
@@ -97,7 +104,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter of a list with one tensor per rank."""
         outputs = _listed(outputs)
-        lists = inputs if inputs and isinstance(inputs[0], (list, tuple)) else [inputs]
+        lists = _lists(inputs)
         for index, (chunks, output) in enumerate(zip(lists, outputs, strict=True)):
             _expect_count("input tensors of reduce_scatter", len(chunks), self.size(), index)
             _expect_elements("the output of reduce_scatter", output, chunks[self.group_rank].numel())
@@ -110,6 +117,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Several reduce_scatters of one tensor each."""
+        outputs, inputs = _listed(outputs), _listed(inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
             _expect_elements("the input of reduce_scatter", tensor, output.numel() * self.size())
         parts = [part for tensor in inputs for part in _chunks(tensor, self.size())]
@@ -119,17 +127,19 @@ class SimProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         """broadcast in place from ``opts.rootRank``."""
         tensors = _listed(tensors)
-        return self._issue(Call("broadcast", tensors, tensors, root=_root(opts), is_async=_is_async(opts)))
+        written = [] if self.group_rank == _root(opts) else tensors
+        return self._issue(Call("broadcast", tensors, written, root=_root(opts), is_async=_is_async(opts)))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """reduce in place to ``opts.rootRank``; other ranks' tensors keep their value."""
         tensors = _listed(tensors)
-        call = Call("reduce", tensors, tensors, _reduce_op(opts), root=_root(opts), is_async=_is_async(opts))
+        written = tensors if self.group_rank == _root(opts) else []
+        call = Call("reduce", tensors, written, _reduce_op(opts), root=_root(opts), is_async=_is_async(opts))
         return self._issue(call)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """gather to a list on the root."""
-        lists = outputs if outputs and isinstance(outputs[0], (list, tuple)) else [outputs]
+        lists = _lists(outputs)
         buffers = [buffer for buffers in lists for buffer in buffers] if self.group_rank == _root(opts) else []
         if self.group_rank == _root(opts):
             _expect_count("output tensors of gather on the root", len(buffers), self.size(), 0)
@@ -137,7 +147,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """scatter a list from the root."""
-        lists = inputs if inputs and isinstance(inputs[0], (list, tuple)) else [inputs]
+        lists = _lists(inputs)
         chunks = [chunk for chunks in lists for chunk in chunks] if self.group_rank == _root(opts) else []
         if self.group_rank == _root(opts):
             _expect_count("input tensors of scatter on the root", len(chunks), self.size(), 0)
@@ -145,12 +155,16 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """all_to_all of lists with one tensor per rank."""
+        outputs, inputs = _listed(outputs), _listed(inputs)
         _expect_count("input tensors of all_to_all", len(inputs), self.size(), 0)
         _expect_count("output tensors of all_to_all", len(outputs), self.size(), 0)
         return self._issue(Call("all_to_all", inputs, outputs, is_async=_is_async(opts)))
 
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None) -> dist.Work:
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
+    ) -> dist.Work:
         """all_to_all of one tensor, cut along dimension 0 by the given sizes or evenly."""
+        output, tensor = _plain(output), _plain(tensor)
         parts = tuple(part.numel() for part in _split(output, output_splits, self.size(), "output"))
         inputs = _split(tensor, input_splits, self.size(), "input")
         return self._issue(Call("all_to_all", inputs, [output], parts=parts, is_async=_is_async(opts)), whole_inputs=[tensor])
@@ -176,16 +190,21 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> dist.Work:
         works, self._batch = self._batch or [], None
-        joint: dist.Work = self.endpoint.all_of(works)
-        return joint
+        return self.endpoint.all_of(works)
 
     def _issue(self, call: Call, whole_inputs: Sequence[Tensor] | None = None) -> dist.Work:
-        if call.reduce_op and call.inputs:
-            check_reducible(call.inputs[0].dtype, call.reduce_op)
-        return self._joined(self.endpoint.issue(self, call, whole_inputs or call.inputs))
-
-    def _joined(self, work: dist.Work) -> dist.Work:
+        _expect_one_dtype(call)
+        if call.reduce_op:
+            for tensor in call.inputs:
+                check_reducible(tensor.dtype, call.reduce_op)
         if self._batch is not None:
+            call.is_async = True
+        return self._joined(self.endpoint.issue(self, call, call.inputs if whole_inputs is None else whole_inputs))
+
+    def _joined(self, work: SimWork) -> SimWork:
+        if self._batch is not None:
+            # Nothing of a batch may be waited for before all of it has been issued.
+            work.held = True
             self._batch.append(work)
         return work
 
@@ -221,8 +240,17 @@ RELEASE_NAMES = (
 """Each collective method's names, newest first; at least one of a row exists in every supported torch release."""
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor itself where a functional collective has returned a promise of it."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]
+
+
 def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    return [_plain(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+
+
+def _lists(tensors: Any) -> list[list[Tensor]]:
+    return [_listed(part) for part in tensors] if tensors and isinstance(tensors[0], (list, tuple)) else [_listed(tensors)]
 
 
 def _is_async(opts: Any) -> bool:
@@ -244,14 +272,27 @@ def _chunks(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def _split(tensor: Tensor, sizes: Any, count: int, what: str) -> list[Tensor]:
+    if tensor.dim() == 0:
+        raise ValueError(f"Expected an {what} of all_to_all with at least one dimension but got a scalar")
     if not sizes:
         if tensor.shape[0] % count:
-            raise ValueError(f"Expected the {what} of all_to_all to divide by the group size {count} but got {tensor.shape[0]} rows: give split sizes")
+            raise ValueError(
+                f"Expected the {what} of all_to_all to divide by the group size {count} but got {len(tensor)} rows: give split sizes"
+            )
         sizes = [tensor.shape[0] // count] * count
     _expect_count(f"{what} split sizes of all_to_all", len(sizes), count, 0)
     if sum(sizes) != tensor.shape[0]:
         raise ValueError(f"Expected {what} split sizes that add up to {tensor.shape[0]} rows but got {list(sizes)}")
-    return list(tensor.split(list(sizes)))
+    return list(torch.split(tensor, list(sizes)))
+
+
+def _expect_one_dtype(call: Call) -> None:
+    """Inputs and the outputs that they fill are dealt out evenly, in order."""
+    few, many = sorted((call.inputs, call.outputs), key=len)
+    for index, tensor in enumerate(many if few else []):
+        other = few[index * len(few) // len(many)]
+        if tensor.dtype != other.dtype:
+            raise ValueError(f"Expected one dtype for what {call.kind} reads and writes but got {tensor.dtype} and {other.dtype}")
 
 
 def _expect_count(what: str, got: int, expected: int, index: int) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from tpverify.errors import CaseError
+
 DEFAULT_RANK_LOCAL = ("torch.distributed.tensor._random",)
 _NOT_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
@@ -51,20 +53,27 @@ class _State:
     python_rng: Any
     numpy_rng: Any
     default_dtype: torch.dtype
-    environment: dict[str, str | None]
+    launcher: dict[str, str]
     modules: list[dict[str, Any]] = field(default_factory=list)
-
-
-_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def _module_state(module: types.ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__") and not isinstance(value, _NOT_STATE)}
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    # Containers are changed in place, so every rank starts with its own.
-    return {name: value.copy() if type(value) in (dict, list, set) else value for name, value in state.items()}
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """Containers are changed in place, so every rank starts with its own; two names for one container stay one."""
+    if type(value) not in (dict, list, set):
+        return value
+    if id(value) not in known:
+        copy = known[id(value)] = type(value)()
+        if isinstance(copy, dict):
+            copy.update((key, _copied(item, known)) for key, item in value.items())
+        elif isinstance(copy, list):
+            copy.extend(_copied(item, known) for item in value)
+        else:
+            copy.update(value)
+    return known[id(value)]
 
 
 def _set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
@@ -74,11 +83,18 @@ def _set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
     current.update(state)
 
 
+def _module(name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CaseError(f"Expected names of modules that can be imported but got rank_local={name!r}: {error}") from error
+
+
 class RankState:
     """The rank-local state of a whole world.
 
     Swapped: c10d's registry of groups, the CPU generators of torch, Python and (if imported) numpy, torch's default dtype,
-    the environment variables of a launcher, and the global variables of ``rank_local`` modules. torch's generator starts
+    the launcher's environment variables of a rank, and the global variables of ``rank_local`` modules. torch's generator starts
     from ``seed`` on every rank, as in processes that nobody seeded; Python's and numpy's, which such processes take
     from the system, start differently on each rank.
 
@@ -86,14 +102,19 @@ class RankState:
         world_size: number of ranks.
         seed: of torch's generator.
         rank_local: names of modules whose global variables belong to a rank.
+
+    Raises:
+        CaseError: a module cannot be imported.
     """
 
     def __init__(self, world_size: int, seed: int, rank_local: Sequence[str] = ()) -> None:
-        names = [name for name in DEFAULT_RANK_LOCAL if name in sys.modules]
-        self._modules = [sys.modules[name] for name in names] + [importlib.import_module(name) for name in rank_local]
+        names = dict.fromkeys((*DEFAULT_RANK_LOCAL, *rank_local))
+        self._modules = [_module(name) for name in names]
         self._numpy = sys.modules.get("numpy")
         self._outside = self._capture()
-        self._states = [self._initial(rank, world_size, seed) for rank in range(world_size)]
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+        self._launcher = {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        self._states = [self._initial(rank, seed) for rank in range(world_size)]
 
     def leave(self, rank: int) -> None:
         """Save what the rank has changed."""
@@ -111,11 +132,16 @@ class RankState:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """After the block the process's own state is back."""
+        """After the block the process's own state is back, all environment variables included."""
+        before = os.environ.copy()
+        os.environ.update(self._launcher)
         try:
             yield
         finally:
             self._restore(self._outside)
+            for name in [name for name in os.environ if name not in before]:
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def _capture(self) -> _State:
         return _State(
@@ -124,19 +150,20 @@ class RankState:
             python_rng=random.getstate(),
             numpy_rng=None if self._numpy is None else self._numpy.random.get_bit_generator(),
             default_dtype=torch.get_default_dtype(),
-            environment={name: os.environ.get(name) for name in _ENVIRONMENT},
+            launcher={},
             modules=[_module_state(module) for module in self._modules],
         )
 
-    def _initial(self, rank: int, world_size: int, seed: int) -> _State:
+    def _initial(self, rank: int, seed: int) -> _State:
+        known: dict[int, Any] = {}
         return _State(
             world=RankWorld(),
             torch_rng=torch.Generator().manual_seed(seed).get_state(),
             python_rng=random.Random(f"{seed}/{rank}").getstate(),
             numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
             default_dtype=self._outside.default_dtype,
-            environment=dict(zip(_ENVIRONMENT, (str(rank), str(rank), str(world_size), str(world_size)), strict=True)),
-            modules=[_copied(state) for state in self._outside.modules],
+            launcher={"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            modules=[_copied(state, known) for state in self._outside.modules],
         )
 
     def _restore(self, state: _State) -> None:
@@ -147,10 +174,6 @@ class RankState:
             self._numpy.random.set_bit_generator(state.numpy_rng)
         if torch.get_default_dtype() != state.default_dtype:
             torch.set_default_dtype(state.default_dtype)
-        for name, value in state.environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            elif os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.update(state.launcher)
         for module, values in zip(self._modules, state.modules, strict=True):
             _set_module_state(module, values)

@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint_module
 import typing_extensions
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,36 +25,59 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HIDDEN = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep)
 _SHOWN = tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("subjects", "mutants"))
 _WRAPPERS = tuple(module.__file__ or "" for module in (threading, contextlib, functools, typing_extensions))
+_CHECKPOINT_FILE = checkpoint_module.__file__
 _ACCUMULATE_GRAD = 2**64 - 1
 
-_is_hidden: dict[CodeType, bool] = {}
-_sites: dict[tuple[CodeType, int], CallSite] = {}
+# By file name and not by code object: code objects of two files may compare equal.
+_is_hidden: dict[str, bool] = {}
+_sites: dict[tuple[str, int, str], CallSite] = {}
 _current = threading.local()
 
 
-def _hidden(code: CodeType) -> bool:
-    known = _is_hidden.get(code)
+def _hidden(filename: str) -> bool:
+    known = _is_hidden.get(filename)
     if known is None:
-        name = code.co_filename
-        known = (name.startswith(_HIDDEN) and not name.startswith(_SHOWN)) or name in _WRAPPERS or name.startswith("<frozen")
-        _is_hidden[code] = known
+        ours = filename.startswith(_HIDDEN) and not filename.startswith(_SHOWN)
+        known = _is_hidden[filename] = ours or filename in _WRAPPERS or filename.startswith("<frozen")
     return known
 
 
-def call_sites() -> tuple[CallSite, ...]:
-    """The user's frames on the stack, innermost first, at most ``MAX_FRAMES``; frames of torch and tpverify are left out."""
+def call_sites(frame: FrameType | None = None) -> tuple[CallSite, ...]:
+    """The user's frames on the stack, innermost first, at most ``MAX_FRAMES``; frames of torch and tpverify are left out.
+
+    Args:
+        frame: where to start; the caller by default.
+    """
     sites: list[CallSite] = []
-    frame = sys._getframe(1)
+    if frame is None:
+        frame = sys._getframe(1)
     while frame is not None and len(sites) < MAX_FRAMES:
         code = frame.f_code
-        if not _hidden(code):
-            key = (code, frame.f_lineno)
+        if not _hidden(code.co_filename):
+            key = (code.co_filename, frame.f_lineno, code.co_name)
             site = _sites.get(key)
             if site is None:
-                site = _sites[key] = CallSite(code.co_filename, frame.f_lineno, code.co_name)
+                site = _sites[key] = CallSite(*key)
             sites.append(site)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(sites)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward that runs on this thread was asked for its own graph (``create_graph=True``).
+
+    A checkpoint that recomputes inside such a backward is not hidden by it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT_FILE:
+            return False
+        if code.co_name == "_engine_run_backward":
+            arguments = frame.f_locals.get("args", ())
+            return bool(len(arguments) > 2 and arguments[2])
+        frame = frame.f_back
+    return False
 
 
 class Recorder:
@@ -67,7 +91,8 @@ class Recorder:
     def __init__(self) -> None:
         self.base_phase = "other"
         self._names: dict[int, tuple[str, torch.nn.Module]] = {}
-        self._owners: dict[int, str] = {}
+        self._owners: dict[int, tuple[str, torch.Tensor]] = {}
+        self._steps: list[str] = []
         self._stack: list[str] = []
         self._marks: list[int] = [0]
         self._paths: list[str] = [""]
@@ -77,8 +102,7 @@ class Recorder:
         for name, module in root.named_modules():
             path = ".".join(part for part in (prefix, name) if part)
             self._names.setdefault(id(module), (path, module))
-            for parameter in module.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), path)
+            self._own_parameters(path, module)
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module's forward begins."""
@@ -99,23 +123,45 @@ class Recorder:
         path = self._stack[-1] if self._stack else ""
         if torch._C._current_graph_task_id() != -1:
             # Backward runs without gradients; what needs them inside backward is a forward run again.
-            return ("recompute", path) if torch.is_grad_enabled() else ("backward", self._backward_path())
-        if self.base_phase == "other" and self._stack:
+            again = torch.is_grad_enabled() and not _keeps_graph()
+            return ("recompute", path or self._backward_path()) if again else ("backward", self._backward_path())
+        if self.base_phase in ("other", "optimizer") and self._stack:
             return "forward", path
         return self.base_phase, path
 
+    def enter_step(self) -> None:
+        """An optimizer step begins."""
+        self._steps.append(self.base_phase)
+        self.base_phase = "optimizer"
+
+    def leave_step(self) -> None:
+        """An optimizer step ends."""
+        if self._steps:
+            self.base_phase = self._steps.pop()
+
+    def _own_parameters(self, path: str, module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            # The parameter is kept: another one could get the id of a dead one.
+            self._owners.setdefault(id(parameter), (path, parameter))
+
     def _mark(self) -> None:
-        self._marks.append(torch.autograd._get_sequence_nr())
+        self._marks.append(torch._C._autograd._get_sequence_nr())
         self._paths.append(self._stack[-1] if self._stack else "")
 
     def _backward_path(self) -> str:
-        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
         number = node._sequence_nr()
         if number >= _ACCUMULATE_GRAD:
-            return self._owners.get(id(getattr(node, "variable", None)), "")
+            return self._owner(getattr(node, "variable", None))
         return self._paths[bisect.bisect_right(self._marks, number) - 1]
+
+    def _owner(self, parameter: torch.Tensor | None) -> str:
+        if id(parameter) not in self._owners:
+            for path, module in list(self._names.values()):  # a parameter may have been replaced since
+                self._own_parameters(path, module)
+        return self._owners.get(id(parameter), ("", parameter))[0]
 
 
 def current() -> Recorder | None:
@@ -161,18 +207,15 @@ def hooks() -> Iterator[None]:
         if recorder is not None:
             recorder.leave_module()
 
-    steps: list[str] = []
-
     def before_step(*_: Any) -> None:
         recorder = current()
         if recorder is not None:
-            steps.append(recorder.base_phase)
-            recorder.base_phase = "optimizer"
+            recorder.enter_step()
 
     def after_step(*_: Any) -> None:
         recorder = current()
         if recorder is not None:
-            recorder.base_phase = steps.pop()
+            recorder.leave_step()
 
     handles = [
         register_module_forward_pre_hook(enter),

@@ -68,8 +68,9 @@ class Scheduler:
         self._idents: dict[int, int] = {}
         self._finished: set[int] = set()
         self._abandoned: set[int] = set()
+        self._started = False
         self._ended = threading.Event()
-        # Guards the three above and ``_running`` against the thread that interrupts ranks.
+        # Guards who runs, who may be interrupted and who was abandoned against the thread that interrupts ranks.
         self._lock = threading.Lock()
         self._running: int | None = None
 
@@ -79,11 +80,12 @@ class Scheduler:
         Raises:
             SimulationError: what ended the run early.
         """
-        threads = [threading.Thread(target=self._main, args=(rank, programs[rank]), name=f"rank {rank}", daemon=True) for rank in range(self.world_size)]
+        threads = [threading.Thread(target=self._main, args=item, name=f"rank {item[0]}", daemon=True) for item in enumerate(programs)]
         try:
             for rank, thread in enumerate(threads):
                 thread.start()
                 self._runnable.append(rank)
+            self._started = True
             self._pass_on()
             if not self._ended.wait(timeout):
                 self._time_out(timeout)
@@ -107,7 +109,8 @@ class Scheduler:
             raise Unwind
         if threading.get_ident() != self._idents.get(rank):
             name = threading.current_thread().name
-            raise RuntimeError(f"Expected collectives of rank {rank} on the rank's own thread but got thread={name!r}: hand the data to the rank instead")
+            way_out = "let the helper hand its data to the rank"
+            raise RuntimeError(f"Expected collectives of rank {rank} on the rank's own thread but got thread={name!r}: {way_out}")
 
     def wait_until(self, rank: int, wait: Wait) -> None:
         """Block ``rank`` until ``wait.done``, letting other ranks run meanwhile.
@@ -158,8 +161,9 @@ class Scheduler:
                 self._handled[rank] = handled
 
     def _root_cause(self, error: SimulationError) -> SimulationError:
-        if isinstance(error, (CollectiveMismatch, Deadlock)) and self._handled:
-            rank = min(self._handled)
+        handling = [rank for rank in error.ranks if rank in self._handled]
+        if isinstance(error, (CollectiveMismatch, Deadlock)) and handling:
+            rank = handling[0]
             return rank_error(rank, self._handled[rank], f"While rank {rank} handled this exception:\n{error}")
         return error
 
@@ -225,6 +229,7 @@ class Scheduler:
             if rank in self._abandoned:
                 return
             self._finished.add(rank)
+            self._handled.pop(rank, None)
             self._running = None
         self._switch.leave(rank)
         self._go_on()
@@ -243,7 +248,8 @@ class Scheduler:
         self._ended.set()
 
     def _deadlock(self) -> None:
-        lines = [f"  rank {rank}  {self._waits[rank].describe(rank) if rank in self._waits else 'has finished'}" for rank in range(self.world_size)]
+        waiting = self.waiting()
+        lines = [f"  rank {rank}  {waiting.get(rank, 'has finished')}" for rank in range(self.world_size)]
         message = "Expected every rank to go on but no rank can: each waits for a rank that will not come\n"
         self.fail(Deadlock(message + "\n".join(lines), tuple(sorted(self._waits))))
 
@@ -266,7 +272,7 @@ class Scheduler:
     def _stop(self) -> None:
         """Unwind every rank; called from the thread that started them."""
         self.aborting = True
-        if self._running is None and not self._idents:
+        if not self._started:
             self._go_on()
         rank, since, interrupted = self._running, time.monotonic(), 0.0
         while not self._ended.wait(0.01):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
+from tpverify.simulator.recorder import call_sites
 from tpverify.simulator.scheduler import Scheduler
 
+_Store: Any = torch._C._distributed_c10d.Store
 
-@dataclass
+
+@dataclass(eq=False)
 class _KeyWait:
     data: dict[str, bytes]
     keys: tuple[str, ...]
+    site: str
 
     @property
     def done(self) -> bool:
@@ -21,7 +26,7 @@ class _KeyWait:
 
     def describe(self, rank: int) -> str:
         missing = [key for key in self.keys if key not in self.data]
-        return f"waits in the store for {', '.join(missing)}"
+        return f"waits in the store for {', '.join(missing)}{self.site}"
 
 
 class SharedKeys:
@@ -41,13 +46,14 @@ class SharedKeys:
 
     def wait(self, rank: int, keys: tuple[str, ...]) -> None:
         """Block the rank until all keys are set."""
-        wait = _KeyWait(self.data, keys)
+        sites = call_sites()
+        wait = _KeyWait(self.data, keys, f" at {sites[0]}" if sites else "")
         if not wait.done:
             self._waits.append(wait)
         self.scheduler.wait_until(rank, wait)
 
 
-class RankStore(dist.Store):
+class RankStore(_Store):  # type: ignore[misc]
     """One rank's view of the world's store, with c10d's interface."""
 
     def __init__(self, shared: SharedKeys, rank: int) -> None:
@@ -75,11 +81,11 @@ class RankStore(dist.Store):
         self.set(key, self._shared.data.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it is ``expected`` or absent; the value afterwards."""
+        """Set ``key`` to ``desired`` if it is ``expected``, or if it is absent and ``expected`` is empty; the value afterwards."""
         wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
-        if self._shared.data.get(key, wanted) == wanted:
+        if self._shared.data.get(key, b"") == wanted:
             self.set(key, desired)
-        return self._shared.data[key]
+        return self._shared.data.get(key, wanted)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""

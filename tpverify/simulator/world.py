@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
-from tpverify.errors import CaseError, RankError, SimulationError
+from tpverify.errors import CaseError, SimulationError
 from tpverify.ledger.ledger import Ledger
 from tpverify.ledger.record import Record
+from tpverify.simulator.c10d_hooks import Rendezvous, current_endpoint, simulated_c10d
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.simulator.endpoint import Capture, Endpoint
 from tpverify.simulator.exchange import Exchange
-from tpverify.simulator.process_group import SimProcessGroup
 from tpverify.simulator.rank_state import RankState
 from tpverify.simulator.recorder import Recorder, hooks, recording
 from tpverify.simulator.scheduler import Scheduler
-from tpverify.simulator.store import RankStore, SharedKeys
+from tpverify.simulator.store import SharedKeys
 
 DEFAULT_TIMEOUT = 300.0
-BACKEND = "sim"
 
 
 @dataclass(frozen=True)
@@ -45,8 +39,6 @@ class Simulation:
 
 
 _lock = threading.Lock()
-_endpoints: list[Endpoint] = []
-_inside = threading.local()
 
 
 def simulate(
@@ -81,10 +73,18 @@ def simulate(
         CollectiveMismatch: ranks disagree about a collective.
         Deadlock: no rank can go on.
         RankTimeout: the timeout passed.
-        CaseError: an argument is out of range.
+        CaseError: an argument is out of range, a module cannot be imported, or a rank calls this function.
     """
     ledger, results, failure = run_world(
-        fn, world_size, args=args, seed=seed, timeout=timeout, rank_local=rank_local, reduction_order=reduction_order, schedule=schedule, capture=capture
+        fn,
+        world_size,
+        args=args,
+        seed=seed,
+        timeout=timeout,
+        rank_local=rank_local,
+        reduction_order=reduction_order,
+        schedule=schedule,
+        capture=capture,
     )
     if failure is not None:
         raise failure from getattr(failure, "exception", None)
@@ -108,92 +108,39 @@ def run_world(
         raise CaseError(f"Expected a world size of at least 1 but got world_size={world_size!r}")
     if reduction_order not in REDUCTION_ORDERS:
         raise CaseError(f"Expected one of {', '.join(REDUCTION_ORDERS)} but got reduction_order={reduction_order!r}")
-    if getattr(_inside, "rank", None) is not None:
-        raise CaseError(f"Expected simulate() outside a simulated rank but it was called on rank {_inside.rank}: simulations do not nest")
+    if not timeout > 0:
+        raise CaseError(f"Expected a timeout of more than 0 seconds but got timeout={timeout!r}")
+    inside = current_endpoint()
+    if inside is not None:
+        raise CaseError(f"Expected simulate() outside a simulated rank but it was called on rank {inside.rank}: simulations do not nest")
     results: list[Any] = [None] * world_size
     records: list[Record] = []
     failure: SimulationError | None = None
     with _lock, contextlib.ExitStack() as stack:
         state = RankState(world_size, seed, rank_local)
         stack.enter_context(state.outside())
-        stack.enter_context(_patched_c10d())
+        stack.enter_context(simulated_c10d())
         stack.enter_context(hooks())
         scheduler = Scheduler(world_size, state, schedule)
         exchange = Exchange(scheduler, reduction_order)
-        keys = SharedKeys(scheduler)
-        _endpoints[:] = [Endpoint(rank, scheduler, exchange, Recorder(), records, capture) for rank in range(world_size)]
-        stack.callback(_endpoints.clear)
-        programs = [_program(fn, args, rank, world_size, keys, results) for rank in range(world_size)]
+        endpoints = [Endpoint(rank, scheduler, exchange, Recorder(), records, capture) for rank in range(world_size)]
+        rendezvous = Rendezvous(SharedKeys(scheduler), world_size)
         try:
-            scheduler.run(programs, timeout)
+            scheduler.run([_program(fn, args, endpoint, rendezvous, results) for endpoint in endpoints], timeout)
         except SimulationError as error:
-            failure = _with_traceback(error)
+            failure = error
         unreceived = {(record.rank, record.op_id) for record in exchange.unreceived()} if failure is None else set()
     marked = (replace(r, hazards=(*r.hazards, "never received")) if (r.rank, r.op_id) in unreceived else r for r in records)
     return Ledger(marked), results, failure
 
 
-def _program(fn: Callable[..., Any], args: Sequence[Any], rank: int, world_size: int, keys: SharedKeys, results: list[Any]) -> Callable[[], None]:
+def _program(
+    fn: Callable[..., Any], args: Sequence[Any], endpoint: Endpoint, rendezvous: Rendezvous, results: list[Any]
+) -> Callable[[], None]:
     def program() -> None:
-        endpoint = _endpoints[rank]
-        _inside.rank = rank
-        with recording(endpoint.recorder):
-            _initialise(keys, rank, world_size)
-            try:
-                results[rank] = fn(*args)
-                endpoint.finish()
-            finally:
-                torch._C._distributed_c10d._unregister_all_process_groups()
+        # Backward must stay in this thread: autograd's helper threads for other devices have no rank.
+        with rendezvous.on_rank(endpoint), recording(endpoint.recorder), torch.autograd.set_multithreading_enabled(False):
+            results[endpoint.rank] = fn(*args)
+            endpoint.finish()
 
     return program
-
-
-def _initialise(keys: SharedKeys, rank: int, world_size: int) -> None:
-    dist.init_process_group(BACKEND, store=RankStore(keys, rank), rank=rank, world_size=world_size)
-
-
-def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
-    """c10d's hook: build one rank's view of a new group."""
-    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    rank = members[options.group_rank]
-    return SimProcessGroup(_endpoints[rank], options.group_id, options.group_rank, members)
-
-
-dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
-
-
-@contextlib.contextmanager
-def _patched_c10d() -> Iterator[None]:
-    """On ranks every backend means the simulator, and initialising an initialised world is no error."""
-    create, initialise, excepthook = c10d._new_process_group_helper, dist.init_process_group, sys.excepthook
-
-    def create_simulated(group_size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
-        on_rank = getattr(_inside, "rank", None) is not None
-        return create(group_size, group_rank, ranks, dist.Backend(BACKEND) if on_rank else backend, *args, **kwargs)
-
-    def initialise_once(*args: Any, **kwargs: Any) -> None:
-        if getattr(_inside, "rank", None) is None or c10d._world.default_pg is None:
-            initialise(*args, **kwargs)
-
-    c10d._new_process_group_helper = create_simulated
-    c10d.init_process_group = dist.init_process_group = initialise_once
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*backend registration.*")
-            yield
-    finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        sys.excepthook = excepthook  # initialising a world replaces it
-        c10d._new_process_group_helper = create
-        c10d.init_process_group = dist.init_process_group = initialise
-
-
-def _with_traceback(error: SimulationError) -> SimulationError:
-    """Show the failing rank's own traceback, without our frames, in the message."""
-    if not isinstance(error, RankError):
-        return error
-    exception = error.exception
-    frames = [frame for frame in traceback.extract_tb(exception.__traceback__) if "/tpverify/simulator/" not in frame.filename]
-    text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(type(exception), exception))
-    return RankError(f"rank {error.rank} raised {type(exception).__name__}\n{text.rstrip()}", error.rank, exception)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpverify.sharding import Block, FusedShard, PlacementLike, Replicate, Shard
 from tpverify.subjects.attention import ParallelAttention
 from tpverify.subjects.communication import column_row, finalization
-from tpverify.subjects.drawing import batch_sizes, divisible, rarely, sequence_lengths
+from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.parameters import finalize_gradients
 from tpverify.subjects.subject import Collective, Input, Subject
 from tpverify.tp_group import tp_group
@@ -95,12 +95,18 @@ def attention_communication(config: AttentionConfig, world_size: int, prefix: st
 
 
 @st.composite
-def head_counts(draw: st.DrawFn, world_size: int, largest: int = 3) -> tuple[int, int]:
-    """(heads, kv_heads): multi-head, grouped-query and multi-query; rarely counts that cannot be cut, to be refused."""
-    heads = draw(divisible(world_size, largest))
-    divisors = [count for count in range(heads, 0, -1) if heads % count == 0]
-    cuttable = [count for count in divisors if count % world_size == 0 or world_size % count == 0]
-    return heads, draw(st.sampled_from(divisors if draw(rarely) else cuttable or divisors))
+def head_counts(draw: st.DrawFn, world_size: int, flaw: str, largest: int = 3) -> tuple[int, int]:
+    """(heads, kv_heads): multi-head, grouped-query and multi-query.
+
+    Args:
+        flaw: ``heads`` or ``kv_heads``: draw a count of these that must be refused.
+        largest: most heads per rank.
+    """
+    heads = draw(divisible(world_size, flaw == "heads", largest))
+    if flaw == "heads":
+        return heads, heads
+    refused = flaw == "kv_heads"
+    return heads, draw(st.sampled_from([kv for kv in range(heads + 1, 0, -1) if heads_rejected(heads, heads, kv, world_size) == refused]))
 
 
 def heads_rejected(hidden: int, heads: int, kv_heads: int, world_size: int) -> bool:
@@ -112,13 +118,12 @@ def heads_rejected(hidden: int, heads: int, kv_heads: int, world_size: int) -> b
 def attention_configs(draw: st.DrawFn, world_size: int) -> AttentionConfig:
     """All options; counts that do not divide are rare, to be refused."""
     sequence_parallel = draw(st.booleans())
-    heads, kv_heads = draw(head_counts(world_size))
-    hidden = heads * draw(st.integers(1, 4))
-    if heads > 1 and draw(rarely):
-        hidden += draw(st.integers(1, heads - 1))
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, ("hidden", "heads", "kv_heads")))
+    heads, kv_heads = draw(head_counts(world_size, flaw))
+    hidden = heads * draw(st.integers(1, 4)) + (flaw == "hidden")
     return AttentionConfig(
-        seq=draw(sequence_lengths(world_size, sequence_parallel)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,

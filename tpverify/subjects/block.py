@@ -19,7 +19,7 @@ from tpverify.subjects.attention_subject import (
     heads_rejected,
 )
 from tpverify.subjects.communication import column_row, finalization
-from tpverify.subjects.drawing import batch_sizes, divisible, sequence_lengths
+from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.mappings import Group
 from tpverify.subjects.mlp import ParallelMLP, ReferenceMLP, mlp_placements
 from tpverify.subjects.parameters import finalize_gradients, mark_sequence_parallel, residual_init_std
@@ -173,14 +173,15 @@ def head_sizes(heads: int) -> st.SearchStrategy[int]:
 def block_configs(draw: st.DrawFn, world_size: int) -> BlockConfig:
     """All options; counts that do not divide are rare, to be refused."""
     sequence_parallel = draw(st.booleans())
-    heads, kv_heads = draw(head_counts(world_size, 2))
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, ("heads", "kv_heads", "ffn")))
+    heads, kv_heads = draw(head_counts(world_size, flaw, 2))
     return BlockConfig(
-        seq=draw(sequence_lengths(world_size, sequence_parallel)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         hidden=heads * draw(head_sizes(heads)),
         heads=heads,
         kv_heads=kv_heads,
-        ffn=draw(divisible(world_size)),
+        ffn=draw(divisible(world_size, flaw == "ffn")),
         activation=draw(st.sampled_from(["gelu", "swiglu"])),
         causal=draw(st.booleans()),
         arrangement=draw(st.sampled_from(ARRANGEMENTS)),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tpverify.subjects.cross_entropy import VocabParallelCrossEntropy
-from tpverify.subjects.drawing import batch_sizes, loss_vocabularies
+from tpverify.subjects.drawing import activations, loss_vocabularies
 from tpverify.subjects.embedding import vocab_multiples, vocab_placement
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
 from tpverify.tp_group import tp_group
@@ -57,9 +57,10 @@ reductions: st.SearchStrategy[str] = st.sampled_from(["none", "mean"])
 @st.composite
 def vocab_parallel_cross_entropy_configs(draw: st.DrawFn, world_size: int) -> VocabParallelCrossEntropyConfig:
     """All options; padded and uneven vocabularies, also smaller than the world."""
+    seq, batch, _ = draw(activations(world_size, False, ()))
     return VocabParallelCrossEntropyConfig(
-        seq=draw(st.integers(1, 6)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         vocab=draw(loss_vocabularies(world_size)),
         multiple=draw(vocab_multiples),
         label_smoothing=draw(label_smoothings),

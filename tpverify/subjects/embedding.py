@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tpverify.sharding import PaddedShard, PlacementLike, Replicate, Shard, UnevenShard
-from tpverify.subjects.drawing import batch_sizes, sequence_lengths, uneven_sizes
+from tpverify.subjects.drawing import activations, uneven_sizes
 from tpverify.subjects.mappings import Group, reduce_from_region, reduce_scatter_sequence
 from tpverify.subjects.parameters import INIT_STD, initial_weight
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
@@ -113,9 +113,10 @@ vocab_multiples: st.SearchStrategy[int] = st.sampled_from([1, 0, 2, 3])
 def vocab_parallel_embedding_configs(draw: st.DrawFn, world_size: int) -> VocabParallelEmbeddingConfig:
     """Padded and uneven vocabularies, also smaller than the world."""
     sequence_parallel = draw(st.booleans())
+    seq, batch, _ = draw(activations(world_size, sequence_parallel, ()))
     return VocabParallelEmbeddingConfig(
-        seq=draw(sequence_lengths(world_size, sequence_parallel)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         vocab=draw(uneven_sizes(world_size, 4)),
         hidden=draw(st.integers(1, 5)),
         multiple=draw(vocab_multiples),

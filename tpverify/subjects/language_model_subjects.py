@@ -18,7 +18,7 @@ from tpverify.subjects.cross_entropy_subject import (
     reductions,
     z_losses,
 )
-from tpverify.subjects.drawing import batch_sizes, divisible, loss_vocabularies, sequence_lengths
+from tpverify.subjects.drawing import activations, divisible, loss_vocabularies
 from tpverify.subjects.embedding import lookup_communication, vocab_multiples, vocab_placement
 from tpverify.subjects.language_model import TOKEN_TYPES, LanguageModelConfig, ParallelBERT, ParallelGPT
 from tpverify.subjects.parameters import finalize_gradients
@@ -74,18 +74,18 @@ class ReferenceBERT(ReferenceGPT):
 def language_model_configs(draw: st.DrawFn, world_size: int, causal: bool, arrangements: tuple[str, ...]) -> LanguageModelConfig:
     """All options; counts that do not divide are rare, to be refused."""
     sequence_parallel = draw(st.booleans())
-    heads, kv_heads = draw(head_counts(world_size, 2))
-    seq = draw(sequence_lengths(world_size, sequence_parallel))
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, ("heads", "kv_heads", "ffn")))
+    heads, kv_heads = draw(head_counts(world_size, flaw, 2))
     return LanguageModelConfig(
         seq=seq,
-        batch=draw(batch_sizes),
+        batch=batch,
         hidden=heads * draw(head_sizes(heads)),
         heads=heads,
         kv_heads=kv_heads,
         causal=causal,
         bias=draw(st.booleans()),
         sequence_parallel=sequence_parallel,
-        ffn=draw(divisible(world_size)),
+        ffn=draw(divisible(world_size, flaw == "ffn")),
         activation=draw(st.sampled_from(["gelu", "swiglu"])),
         arrangement=draw(st.sampled_from(arrangements)),
         vocab=draw(loss_vocabularies(world_size)),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpverify.sharding import Partial, Placement, PlacementLike, Replicate, Shard, UnevenShard
 from tpverify.subjects.communication import finalization
-from tpverify.subjects.drawing import batch_sizes, divisible, sequence_lengths, uneven_sizes
+from tpverify.subjects.drawing import activations, divisible, uneven_sizes
 from tpverify.subjects.linear import ColumnParallelLinear, RowParallelLinear
 from tpverify.subjects.parameters import finalize_gradients
 from tpverify.subjects.subject import Collective, Input, Subject
@@ -64,11 +64,12 @@ class ReferenceLinear(nn.Linear):
 def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnParallelLinearConfig:
     """All options; sizes that do not divide come with ``uneven`` or are rare, to be refused."""
     bias, sequence_parallel, uneven = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("out_features",)))
     return ColumnParallelLinearConfig(
-        seq=draw(sequence_lengths(world_size, sequence_parallel)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         in_features=draw(st.integers(1, 6)),
-        out_features=draw(uneven_sizes(world_size) if uneven else divisible(world_size)),
+        out_features=draw(uneven_sizes(world_size) if uneven else divisible(world_size, flaw != "")),
         bias=bias,
         gather_output=not sequence_parallel and draw(st.booleans()),
         skip_bias_add=bias and draw(st.booleans()),
@@ -81,10 +82,11 @@ def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnPa
 def row_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> RowParallelLinearConfig:
     """All options; sizes that do not divide come with ``uneven`` or are rare, to be refused."""
     bias, sequence_parallel, uneven = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("in_features",)))
     return RowParallelLinearConfig(
-        seq=draw(sequence_lengths(world_size, sequence_parallel)),
-        batch=draw(batch_sizes),
-        in_features=draw(uneven_sizes(world_size) if uneven else divisible(world_size)),
+        seq=seq,
+        batch=batch,
+        in_features=draw(uneven_sizes(world_size) if uneven else divisible(world_size, flaw != "")),
         out_features=draw(st.integers(1, 6)),
         bias=bias,
         input_is_parallel=sequence_parallel or draw(st.booleans()),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpverify.sharding import Block, FusedShard, PlacementLike, Replicate, Shard
 from tpverify.subjects.communication import column_row, finalization
-from tpverify.subjects.drawing import batch_sizes, divisible, sequence_lengths
+from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.linear import ColumnParallelLinear, RowParallelLinear
 from tpverify.subjects.mappings import Group, divide
 from tpverify.subjects.parameters import INIT_STD, finalize_gradients
@@ -107,15 +107,16 @@ def mlp_placements(ffn: int, activation: str) -> dict[str, PlacementLike]:
 
 
 @st.composite
-def mlp_configs(draw: st.DrawFn, world_size: int, activations: tuple[str, ...]) -> MLPConfig:
+def mlp_configs(draw: st.DrawFn, world_size: int, names: tuple[str, ...]) -> MLPConfig:
     """All options; an ``ffn`` that does not divide is rare, to be refused."""
     sequence_parallel = draw(st.booleans())
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, ("ffn",)))
     return MLPConfig(
-        seq=draw(sequence_lengths(world_size, sequence_parallel)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         hidden=draw(st.integers(1, 6)),
-        ffn=draw(divisible(world_size)),
-        activation=draw(st.sampled_from(activations)),
+        ffn=draw(divisible(world_size, flaw == "ffn")),
+        activation=draw(st.sampled_from(names)),
         bias=draw(st.booleans()),
         sequence_parallel=sequence_parallel,
     )
@@ -129,14 +130,14 @@ def _communication(config: MLPConfig, world_size: int) -> list[Collective]:
     return messages + finalization(flagged)
 
 
-def _subject(name: str, activations: tuple[str, ...]) -> Subject:
+def _subject(name: str, names: tuple[str, ...]) -> Subject:
     return Subject(
         name=name,
         reference=lambda c: ReferenceMLP(c.hidden, c.ffn, c.activation, c.bias),
         parallel=lambda c: ParallelMLP(
             c.hidden, c.ffn, group=tp_group(), activation=c.activation, bias=c.bias, sequence_parallel=c.sequence_parallel
         ),
-        configs=lambda world_size: mlp_configs(world_size, activations),
+        configs=lambda world_size: mlp_configs(world_size, names),
         inputs=lambda c: {"x": Input((c.seq, c.batch, c.hidden), placement=Shard(0) if c.sequence_parallel else Replicate())},
         placements=lambda c: mlp_placements(c.ffn, c.activation),
         outputs=lambda c: Shard(0) if c.sequence_parallel else Replicate(),

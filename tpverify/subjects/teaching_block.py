@@ -21,7 +21,7 @@ from tpverify.sharding import PlacementLike, Replicate
 from tpverify.subjects.attention import QKVParallelLinear
 from tpverify.subjects.attention_subject import attend, qkv_placement
 from tpverify.subjects.block import head_sizes
-from tpverify.subjects.drawing import batch_sizes, divisible
+from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.mappings import Group, gather_from_region
 from tpverify.subjects.mlp import ParallelMLP, ReferenceMLP, mlp_placements
 from tpverify.subjects.subject import Collective, Input, Subject
@@ -119,13 +119,14 @@ class ReferenceAllGatherAttentionBlock(nn.Module):
 @st.composite
 def all_gather_attention_block_configs(draw: st.DrawFn, world_size: int) -> AllGatherAttentionBlockConfig:
     """Counts that do not divide are rare, to be refused."""
-    heads = draw(divisible(world_size))
+    seq, batch, flaw = draw(activations(world_size, False, ("heads", "ffn")))
+    heads = draw(divisible(world_size, flaw == "heads"))
     return AllGatherAttentionBlockConfig(
-        seq=draw(st.integers(1, 6)),
-        batch=draw(batch_sizes),
+        seq=seq,
+        batch=batch,
         hidden=heads * draw(head_sizes(heads)),
         heads=heads,
-        ffn=draw(divisible(world_size)),
+        ffn=draw(divisible(world_size, flaw == "ffn")),
     )
 
 

@@ -1,0 +1,259 @@
+"""The bugs that everybody makes once, each planted in a built-in subject: what a harness for tensor parallelism must find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from planted import OpenColumnLinear, OpenRowLinear, clone_reduce, plant
+from torch import Tensor, nn
+
+from tpverify.subjects.block import transformer_block
+from tpverify.subjects.cross_entropy import VocabParallelCrossEntropy
+from tpverify.subjects.cross_entropy_subject import vocab_parallel_cross_entropy as cross_entropy
+from tpverify.subjects.embedding import VocabParallelEmbedding, vocab_parallel_embedding, vocab_shard
+from tpverify.subjects.language_model import VocabParallelHead
+from tpverify.subjects.language_model_subjects import gpt
+from tpverify.subjects.linear import column_parallel_product
+from tpverify.subjects.linear_subjects import column_parallel_linear, row_parallel_linear
+from tpverify.subjects.mappings import Group, apply, gather_from_region, reduce_from_region, reduce_scatter_sequence, scatter_to_region
+from tpverify.subjects.mlp import ParallelMLP, activate, mlp
+from tpverify.subjects.parameters import with_bias
+
+
+class ColumnWithoutF(OpenColumnLinear):
+    """Forgets that the input gradient is a sum over the ranks."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Identity, backward too."""
+        return x
+
+
+class ReduceBothWays(torch.autograd.Function):
+    """all_reduce forward, and again backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return clone_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return clone_reduce(grad, ctx.group), None
+
+
+class RowReducedBothWays(OpenRowLinear):
+    """Takes the all_reduce for its own adjoint."""
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """all_reduce / all_reduce."""
+        return apply(ReduceBothWays, partial, self.group)
+
+
+class RowBiasBeforeReduction(OpenRowLinear):
+    """Adds the bias on every rank, before the sum."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """With the bias."""
+        return F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+
+    def add_bias(self, output: Tensor) -> Tensor:
+        """Nothing left to add."""
+        return output
+
+
+class RowReducedTwice(OpenRowLinear):
+    """Sums what is summed already."""
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Two all_reduces."""
+        return reduce_from_region(reduce_from_region(partial, self.group), self.group)
+
+
+class GatherBeforeGELU(ParallelMLP):
+    """Right, but rejoins all features between the two layers, where none are needed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """fc1, gather, activation, scatter, fc2."""
+        part = self.fc1(x)
+        sizes = [part.shape[-1]] * self.fc1.group.size()
+        whole = activate(gather_from_region(part, -1, sizes, self.fc1.group), self.activation)
+        output: Tensor = self.fc2(scatter_to_region(whole, -1, sizes, self.fc1.group))
+        return output
+
+
+class PlantedEmbedding(VocabParallelEmbedding):
+    """The lookup, with its mask to be replaced."""
+
+    def owned(self, ids: Tensor) -> Tensor:
+        """Which ids this rank looks up."""
+        return (ids >= self.shard.start) & (ids < self.shard.stop)
+
+    def mask(self, rows: Tensor, owned: Tensor) -> Tensor:
+        """Zeros for the ids of others."""
+        return rows.masked_fill(~owned.unsqueeze(-1), 0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids``."""
+        owned = self.owned(ids)
+        table = self.weight if self.shard.rows else F.pad(self.weight, (0, 0, 0, 1))
+        partial = self.mask(F.embedding(torch.where(owned, ids - self.shard.start, 0), table), owned)
+        return reduce_scatter_sequence(partial, self.group) if self.sequence_parallel else reduce_from_region(partial, self.group)
+
+
+class MaskStartOffByOne(PlantedEmbedding):
+    """Nobody owns the first id of a shard."""
+
+    def owned(self, ids: Tensor) -> Tensor:
+        """``>`` where ``>=`` is meant."""
+        return (ids > self.shard.start) & (ids < self.shard.stop) if self.group.size() > 1 else super().owned(ids)
+
+
+class MaskStopOffByOne(PlantedEmbedding):
+    """Every rank takes the next rank's first id for its own, and has a row for it only in its padding."""
+
+    def owned(self, ids: Tensor) -> Tensor:
+        """``<=`` where ``<`` is meant."""
+        return (ids >= self.shard.start) & (ids <= self.shard.stop)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """With an index that stays inside the table, as kernels do without bounds checks."""
+        owned = self.owned(ids)
+        table = F.pad(self.weight, (0, 0, 0, 1), value=1.0)
+        partial = self.mask(F.embedding(torch.where(owned, ids - self.shard.start, 0), table), owned)
+        return reduce_scatter_sequence(partial, self.group) if self.sequence_parallel else reduce_from_region(partial, self.group)
+
+
+class MaskForgotten(PlantedEmbedding):
+    """Adds its first row for the ids of others."""
+
+    def mask(self, rows: Tensor, owned: Tensor) -> Tensor:
+        """Not applied."""
+        return rows
+
+
+class HeadWithoutGradient(VocabParallelHead):
+    """Uses the tied weight, but does not train it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's logits."""
+        return with_bias(column_parallel_product(x, self.weight.detach(), self.group, self.sequence_parallel), self.bias)
+
+
+class ColumnJoinedBackwards(OpenColumnLinear):
+    """Joins the ranks' features from the last rank to the first."""
+
+    def join(self, output: Tensor) -> Tensor:
+        """All output features, shards swapped."""
+        parts = torch.split(super().join(output), self.sizes, dim=-1)
+        return torch.cat(parts[::-1], dim=-1)
+
+
+class PlantedCrossEntropy(VocabParallelCrossEntropy):
+    """The loss in steps that a planted bug can replace."""
+
+    def shift(self, logits: Tensor) -> Tensor:
+        """What is subtracted from the logits before their exponentials are taken: the global maximum."""
+        floor = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+        largest = torch.cat([logits.detach(), floor], dim=-1).amax(-1)
+        if self.group.size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    def log_sum(self, logits: Tensor) -> Tensor:
+        """Logarithm of the sum of all exponentials."""
+        largest = self.shift(logits)
+        return largest + reduce_from_region((logits - largest.unsqueeze(-1)).exp().sum(-1), self.group).log()
+
+    def of_target(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The target's logit."""
+        ids = torch.arange(self.shard.start, self.shard.stop)
+        return reduce_from_region(torch.where(targets.unsqueeze(-1) == ids, logits, 0.0).sum(-1), self.group)
+
+    def mean_logit(self, logits: Tensor) -> Tensor:
+        """Mean over the vocabulary."""
+        return reduce_from_region(logits.sum(-1), self.group) / self.vocab
+
+    def squared(self, logits: Tensor, log_sum: Tensor) -> Tensor:
+        """What z-loss multiplies."""
+        return log_sum.square()
+
+    def count(self, counted: Tensor, targets: Tensor) -> Tensor:
+        """Tokens in the mean."""
+        return counted.sum().clamp(min=1)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss."""
+        counted = targets != self.ignore_index
+        logits = logits[..., : self.shard.stop - self.shard.start]
+        log_sum = self.log_sum(logits)
+        losses = log_sum - (1.0 - self.label_smoothing) * self.of_target(logits, targets)
+        if self.label_smoothing:
+            losses = losses - self.label_smoothing * self.mean_logit(logits)
+        if self.z_loss:
+            losses = losses + self.z_loss * self.squared(logits, log_sum)
+        losses = losses.masked_fill(~counted, 0.0)
+        return losses.sum() / self.count(counted, targets) if self.reduction == "mean" else losses
+
+
+class ShardsSwapped(PlantedCrossEntropy):
+    """Takes its logits for those of the rank opposite."""
+
+    def of_target(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The logit at the target's place in the wrong shard."""
+        size = self.group.size()
+        opposite = vocab_shard(self.vocab, 1, size - 1 - self.group.rank(), size)
+        ids = torch.arange(opposite.start, opposite.start + logits.shape[-1])
+        return reduce_from_region(torch.where(targets.unsqueeze(-1) == ids, logits, 0.0).sum(-1), self.group)
+
+
+class LocalMaximum(PlantedCrossEntropy):
+    """Subtracts each rank's own maximum and makes up for it afterwards: right in exact arithmetic, but exp may overflow."""
+
+    def log_sum(self, logits: Tensor) -> Tensor:
+        """Sums the ranks' exponentials."""
+        if self.group.size() == 1:
+            return super().log_sum(logits)
+        own = torch.cat([logits.detach(), logits.new_zeros((*logits.shape[:-1], 1))], dim=-1).amax(-1)
+        return reduce_from_region(own.exp() * (logits - own.unsqueeze(-1)).exp().sum(-1), self.group).log()
+
+
+class LocalSmoothing(PlantedCrossEntropy):
+    """Spreads the smoothing over the ids of one rank."""
+
+    def mean_logit(self, logits: Tensor) -> Tensor:
+        """Mean over this rank's shard."""
+        return logits.sum(-1) / max(1, logits.shape[-1])
+
+
+def norms_unflagged(config: Any) -> nn.Module:
+    """The block, but finalisation does not know of its norms."""
+    module = transformer_block.parallel(config)
+    for layer in module.modules():
+        if isinstance(layer, nn.LayerNorm) and config.sequence_parallel:
+            for parameter in layer.parameters():
+                del parameter.sequence_parallel_group  # type: ignore[attr-defined]
+    return module
+
+
+input_gradient_not_reduced = plant(column_parallel_linear, "input_gradient_not_reduced", ColumnWithoutF)
+reduced_both_ways = plant(row_parallel_linear, "reduced_both_ways", RowReducedBothWays)
+reduced_both_ways_in_mlp = plant(mlp, "reduced_both_ways_in_mlp", RowReducedBothWays)
+bias_before_reduction = plant(row_parallel_linear, "bias_before_reduction", RowBiasBeforeReduction)
+reduced_twice = plant(row_parallel_linear, "reduced_twice", RowReducedTwice)
+gather_before_gelu = plant(mlp, "gather_before_gelu", GatherBeforeGELU)
+mask_start_off_by_one = plant(vocab_parallel_embedding, "mask_start_off_by_one", MaskStartOffByOne)
+mask_stop_off_by_one = plant(vocab_parallel_embedding, "mask_stop_off_by_one", MaskStopOffByOne)
+mask_forgotten = plant(vocab_parallel_embedding, "mask_forgotten", MaskForgotten)
+tied_gradient_lost = plant(gpt, "tied_gradient_lost", HeadWithoutGradient)
+column_joined_backwards = plant(column_parallel_linear, "column_joined_backwards", ColumnJoinedBackwards)
+logit_shards_swapped = plant(cross_entropy, "logit_shards_swapped", ShardsSwapped)
+local_maximum = plant(cross_entropy, "local_maximum", LocalMaximum)
+local_smoothing = plant(cross_entropy, "local_smoothing", LocalSmoothing)
+norm_gradient_partial = plant(transformer_block, "norm_gradient_partial", parallel=norms_unflagged)
+cross_entropy_in_steps = plant(cross_entropy, "cross_entropy_in_steps", PlantedCrossEntropy)
+embedding_in_steps = plant(vocab_parallel_embedding, "embedding_in_steps", PlantedEmbedding)
+column_in_steps = plant(column_parallel_linear, "column_in_steps", OpenColumnLinear)
+row_in_steps = plant(row_parallel_linear, "row_in_steps", OpenRowLinear)

@@ -1,0 +1,69 @@
+"""Ready-made configs for subjects that need a few sizes only: no dataclass and no strategy of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tpverify.errors import SubjectError
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Config:
+    """A frozen set of named plain values: ``Config(batch=2, features=4).features == 4``."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "values", tuple(values.items()))
+
+    def __getattr__(self, name: str) -> Any:
+        for known, value in self.__dict__.get("values", ()):
+            if known == name:
+                return value
+        raise AttributeError(f"Expected one of {', '.join(known for known, _ in self.__dict__.get('values', ()))} but got {name!r}")
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in self.values)})"
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A size that is drawn per rank and multiplied by the world size."""
+
+    largest: int
+
+    def of(self, world_size: int) -> st.SearchStrategy[int]:
+        """The sizes for one TP degree."""
+        return st.integers(1, self.largest).map(lambda size: size * world_size)
+
+
+def per_rank(largest: int) -> PerRank:
+    """For :func:`configs`: a multiple of the world size, with 1 to ``largest`` elements per rank."""
+    if largest < 1:
+        raise SubjectError(f"Expected at least 1 element per rank but got largest={largest}")
+    return PerRank(largest)
+
+
+def configs(**fields: Any) -> Callable[[int], st.SearchStrategy[Config]]:
+    """``Subject.configs`` from named fields: Hypothesis strategies, :func:`per_rank` sizes, or constants.
+
+    Raises:
+        SubjectError: no field is given.
+    """
+    if not fields:
+        raise SubjectError("Expected at least one field but got configs()")
+
+    def of_world_size(world_size: int) -> st.SearchStrategy[Config]:
+        return st.builds(Config, **{name: _strategy(field, world_size) for name, field in fields.items()})
+
+    return of_world_size
+
+
+def _strategy(field: Any, world_size: int) -> st.SearchStrategy[Any]:
+    if isinstance(field, PerRank):
+        return field.of(world_size)
+    return field if isinstance(field, st.SearchStrategy) else st.just(field)

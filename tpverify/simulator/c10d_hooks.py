@@ -1,0 +1,185 @@
+"""How PyTorch comes to talk to the simulator: what is registered with, and for a run changed in, torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import CellType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from tpverify.simulator.endpoint import Endpoint
+from tpverify.simulator.process_group import SimProcessGroup
+from tpverify.simulator.store import RankStore, SharedKeys
+
+BACKEND = "sim"
+
+_bindings: Any = torch._C._distributed_c10d
+_local = threading.local()
+
+
+def current_endpoint() -> Endpoint | None:
+    """The endpoint of the rank that runs on this thread, if any."""
+    session = _session()
+    return None if session is None else session.endpoint
+
+
+class Rendezvous:
+    """Where the ranks of one run initialise their worlds.
+
+    Args:
+        keys: behind the ranks' stores.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, keys: SharedKeys, world_size: int) -> None:
+        self.keys = keys
+        self.world_size = world_size
+
+    @contextlib.contextmanager
+    def on_rank(self, endpoint: Endpoint) -> Iterator[None]:
+        """Within the block this thread is the endpoint's rank and its world is initialised."""
+        _local.session = session = _Session(self, endpoint)
+        try:
+            session.initialise()
+            yield
+        finally:
+            if not endpoint.scheduler.abandoned(endpoint.rank):
+                _bindings._unregister_all_process_groups()
+            _local.session = None
+
+
+class _Session:
+    """One rank's worlds: the first is there from the start, others follow ``destroy_process_group``."""
+
+    def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.worlds = 0
+        self.claimed = False
+        self.initialising = False
+        self._rendezvous = rendezvous
+
+    def initialise(self) -> None:
+        """Initialise the next world."""
+        self.worlds += 1
+        self.initialising = True
+        world_size = self._rendezvous.world_size
+        store = _bindings.PrefixStore(f"world{self.worlds}", RankStore(self._rendezvous.keys, self.endpoint.rank))
+        dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=world_size)
+        self.initialising = False
+
+    def claim(self, arguments: dict[str, Any]) -> None:
+        """The rank's program calls ``init_process_group``: the first time in a world, it is as if it had made it.
+
+        Raises:
+            ValueError: the world is initialised twice, or as another rank or size than this one.
+        """
+        for name, own in (("rank", self.endpoint.rank), ("world_size", self._rendezvous.world_size)):
+            given = arguments.get(name)
+            if given not in (None, -1, own):
+                raise ValueError(f"Expected init_process_group with {name}={own} on this rank but got {name}={given}")
+        if c10d._world.default_pg is None:
+            self.initialise()
+        elif self.claimed:
+            raise ValueError("Expected one init_process_group per world but got a second: call destroy_process_group first")
+        self.claimed = True
+
+    def key(self, group_name: str) -> str:
+        """A group's name that is unique in the run."""
+        return f"{self.worlds}/{group_name}"
+
+
+def _session() -> _Session | None:
+    session: _Session | None = getattr(_local, "session", None)
+    return session
+
+
+def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
+    """c10d's hook: build one rank's view of a new group."""
+    session = _session()
+    if session is None:
+        raise RuntimeError(f"Expected backend={BACKEND!r} on a simulated rank only but no rank runs on this thread")
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return SimProcessGroup(session.endpoint, options.group_id, session.key(options.group_id), options.group_rank, members)
+
+
+dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+@contextlib.contextmanager
+def simulated_c10d() -> Iterator[None]:
+    """Within the block every backend means the simulator on ranks; other threads are not concerned."""
+    before = {name: getattr(c10d, name, None) for name in ("_backend", "_default_pg_init_method")}
+    excepthook = sys.excepthook
+    # The mode cannot be read. Torch's threaded process group is its only other user, and replaces the world as we do.
+    isolated = type(c10d._world) is not c10d._World
+    _bindings._set_thread_isolation_mode(True)
+    try:
+        with warnings.catch_warnings(), _every_backend_simulated(), _initialised_once():
+            yield
+    finally:
+        _bindings._set_thread_isolation_mode(isolated)
+        sys.excepthook = excepthook  # initialising a world replaces it
+        vars(c10d).update(before)
+
+
+@contextlib.contextmanager
+def _every_backend_simulated() -> Iterator[None]:
+    helper: Any = c10d._new_process_group_helper
+    signature = inspect.signature(helper)
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        session = _session()
+        if session is None:
+            return helper(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        members = tuple(bound.arguments["global_ranks_in_group"])
+        if members:
+            session.endpoint.exchange.declare(session.key(bound.arguments["group_name"]), members, session.endpoint.rank)
+        bound.arguments["backend"] = dist.Backend(BACKEND)
+        return helper(*bound.args, **bound.kwargs)
+
+    setattr(c10d, helper.__name__, create)
+    try:
+        yield
+    finally:
+        setattr(c10d, helper.__name__, helper)
+
+
+@contextlib.contextmanager
+def _initialised_once() -> Iterator[None]:
+    """``init_process_group`` on a rank claims the world that is already there, whoever imported it under what name."""
+    public: Any = dist.init_process_group
+    signature = inspect.signature(public)
+    cell = _wrapped(public)
+    original: Callable[..., Any] = cell.cell_contents
+
+    def initialise(*args: Any, **kwargs: Any) -> Any:
+        session = _session()
+        if session is None or session.initialising:
+            return original(*args, **kwargs)
+        session.claim(signature.bind(*args, **kwargs).arguments)
+        return None
+
+    initialise.__name__ = original.__name__
+    cell.cell_contents = initialise
+    try:
+        yield
+    finally:
+        cell.cell_contents = original
+
+
+def _wrapped(function: Any) -> CellType:
+    """The cell in which a decorated function keeps what it wraps."""
+    for cell in function.__closure__ or ():
+        if callable(cell.cell_contents):
+            found: CellType = cell
+            return found
+    raise RuntimeError(f"Expected {function.__qualname__} to be decorated, as in torch 2.11 to 2.14, but found no wrapped function")

@@ -1,0 +1,99 @@
+"""What goes into and comes out of every submodule, captured only when a failed check has to be explained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpverify.errors import SubjectError
+from tpverify.modules import local_of, named_tensors
+from tpverify.run import ModuleCall, RankRun
+from tpverify.sharding import Layout, Replicate, Shard, unshard
+
+
+@contextlib.contextmanager
+def tracing(module: nn.Module, calls: dict[str, ModuleCall]) -> Iterator[None]:
+    """Within the block, the first call of every submodule is captured into ``calls``, by path, in order of the calls' starts."""
+    handles = []
+    for path, submodule in module.named_modules():
+        if path:
+            handles.append(submodule.register_forward_pre_hook(_before(path, calls)))
+            handles.append(submodule.register_forward_hook(_after(path, calls)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _before(path: str, calls: dict[str, ModuleCall]) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        if path not in calls:
+            calls[path] = ModuleCall(_copied(args), None)
+
+    return hook
+
+
+def _after(path: str, calls: dict[str, ModuleCall]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if path in calls and calls[path].outputs is None:
+            calls[path] = ModuleCall(calls[path].inputs, _copied(output))
+
+    return hook
+
+
+def _copied(value: Any) -> tuple[torch.Tensor, ...] | None:
+    """The tensors in a value; None where it holds something else."""
+    if isinstance(value, (tuple, list)) and any(item is not None and not isinstance(item, torch.Tensor) for item in value):
+        return None
+    try:
+        return tuple(local_of(tensor).detach().clone() for tensor in named_tensors(value).values())
+    except SubjectError:
+        return None
+
+
+def guess_layout(logical: Sequence[int], local: Sequence[int], world_size: int) -> Layout | None:
+    """The layout that explains a local shape: the same, or one dimension cut evenly; None = no such layout."""
+    if tuple(logical) == tuple(local):
+        return Replicate()
+    if len(logical) != len(local):
+        return None
+    cut = [dim for dim, (whole, part) in enumerate(zip(logical, local, strict=True)) if whole != part]
+    return Shard(cut[0]) if len(cut) == 1 and local[cut[0]] * world_size == logical[cut[0]] else None
+
+
+def replay(module: nn.Module, reference: Mapping[str, ModuleCall], ranks: Sequence[RankRun]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What each of the reference's submodules returns when it is given the *parallel* module's inputs."""
+    replayed = {}
+    submodules = dict(module.named_modules())
+    for path, call in ranks[0].calls.items():
+        expected = reference.get(path)
+        if expected is None or expected.inputs is None or path not in submodules:
+            continue
+        inputs = _logical_inputs(expected.inputs, [run.calls[path].inputs for run in ranks if path in run.calls], len(ranks))
+        if inputs is None or call.inputs is None:
+            continue
+        with torch.no_grad(), contextlib.suppress(Exception):
+            outputs = _copied(submodules[path](*inputs))
+            if outputs is not None:
+                replayed[path] = outputs
+    return replayed
+
+
+def _logical_inputs(
+    logical: Sequence[torch.Tensor], locals_: Sequence[Sequence[torch.Tensor] | None], world_size: int
+) -> list[torch.Tensor] | None:
+    if len(locals_) != world_size or any(local is None or len(local) != len(logical) for local in locals_):
+        return None
+    inputs = []
+    for index, whole in enumerate(logical):
+        parts = [local[index] for local in locals_ if local is not None]
+        layout = guess_layout(whole.shape, parts[0].shape, world_size)
+        if layout is None or any(part.shape != parts[0].shape for part in parts):
+            return None
+        inputs.append(unshard(parts, layout, whole.shape))
+    return inputs
