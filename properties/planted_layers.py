@@ -16,7 +16,6 @@ from tpverify.subjects.cross_entropy_subject import vocab_parallel_cross_entropy
 from tpverify.subjects.embedding import VocabParallelEmbedding, vocab_parallel_embedding, vocab_shard
 from tpverify.subjects.language_model import VocabParallelHead
 from tpverify.subjects.language_model_subjects import gpt
-from tpverify.subjects.linear import column_parallel_product
 from tpverify.subjects.linear_subjects import column_parallel_linear, row_parallel_linear
 from tpverify.subjects.mappings import Group, apply, gather_from_region, reduce_from_region, reduce_scatter_sequence, scatter_to_region
 from tpverify.subjects.mlp import ParallelMLP, activate, mlp
@@ -134,12 +133,28 @@ class MaskForgotten(PlantedEmbedding):
         return rows
 
 
+class ProductForInputOnly(torch.autograd.Function):
+    """A fused product whose backward leaves out the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.group = group
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return clone_reduce(grad @ ctx.saved_tensors[0], ctx.group), None, None
+
+
 class HeadWithoutGradient(VocabParallelHead):
-    """Uses the tied weight, but does not train it."""
+    """Uses the tied weight, but on several ranks does not train it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's logits."""
-        return with_bias(column_parallel_product(x, self.weight.detach(), self.group, self.sequence_parallel), self.bias)
+        if self.sequence_parallel or self.group.size() == 1:
+            return super().forward(x)
+        return with_bias(apply(ProductForInputOnly, x, self.weight, self.group), self.bias)
 
 
 class ColumnJoinedBackwards(OpenColumnLinear):
@@ -210,14 +225,23 @@ class ShardsSwapped(PlantedCrossEntropy):
 
 
 class LocalMaximum(PlantedCrossEntropy):
-    """Subtracts each rank's own maximum and makes up for it afterwards: right in exact arithmetic, but exp may overflow."""
+    """Exchanges the maximum, but subtracts each rank's own and makes up for it afterwards: right, unless an exponential overflows."""
 
     def log_sum(self, logits: Tensor) -> Tensor:
         """Sums the ranks' exponentials."""
         if self.group.size() == 1:
             return super().log_sum(logits)
+        self.shift(logits)
         own = torch.cat([logits.detach(), logits.new_zeros((*logits.shape[:-1], 1))], dim=-1).amax(-1)
         return reduce_from_region(own.exp() * (logits - own.unsqueeze(-1)).exp().sum(-1), self.group).log()
+
+
+class LocalMaximumUnexchanged(LocalMaximum):
+    """The same without the exchange."""
+
+    def shift(self, logits: Tensor) -> Tensor:
+        """Nobody asks for it."""
+        return logits.new_zeros(logits.shape[:-1]) if self.group.size() > 1 else super().shift(logits)
 
 
 class LocalSmoothing(PlantedCrossEntropy):
@@ -251,6 +275,7 @@ tied_gradient_lost = plant(gpt, "tied_gradient_lost", HeadWithoutGradient)
 column_joined_backwards = plant(column_parallel_linear, "column_joined_backwards", ColumnJoinedBackwards)
 logit_shards_swapped = plant(cross_entropy, "logit_shards_swapped", ShardsSwapped)
 local_maximum = plant(cross_entropy, "local_maximum", LocalMaximum)
+local_maximum_unexchanged = plant(cross_entropy, "local_maximum_unexchanged", LocalMaximumUnexchanged)
 local_smoothing = plant(cross_entropy, "local_smoothing", LocalSmoothing)
 norm_gradient_partial = plant(transformer_block, "norm_gradient_partial", parallel=norms_unflagged)
 cross_entropy_in_steps = plant(cross_entropy, "cross_entropy_in_steps", PlantedCrossEntropy)

@@ -237,7 +237,10 @@ def property_test(
         if violations:
             raise CheckFailed("\n\n".join(failure_report(violation) for violation in violations))
 
-    driven = given(cases(session.subject, tuple(allowed)))(holds)
+    # The first operation of a process takes seconds, so no deadline fits; the report explains, so Hypothesis need not trace lines.
+    phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
+    unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
+    driven = unhurried(given(cases(session.subject, tuple(allowed)))(holds))
 
     def test() -> None:
         __tracebackhide__ = True

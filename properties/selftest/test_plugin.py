@@ -41,13 +41,39 @@ def properties(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> py
     return pytester
 
 
+@pytest.fixture
+def stand_in(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder with a plain test and one that fails as a property does, without the time that importing torch takes."""
+    pytester.makepyfile(
+        test_stand_in="""
+        import sys
+        import types
+
+        class CheckFailed(AssertionError):
+            pass
+
+        sys.modules["tpverify.verification"] = types.SimpleNamespace(pending_results=[], CheckFailed=CheckFailed)
+
+        def deep_inside():
+            raise CheckFailed("the failure report")
+
+        def test_property():
+            deep_inside()
+
+        def test_plain():
+            assert True
+        """
+    )
+    return pytester
+
+
 def document(path: Path) -> dict[str, dict[str, object]]:
     """The subjects of a JSON report, by name."""
     return {subject["name"]: subject for subject in json.loads(path.read_text())["subjects"]}
 
 
 @pytest.mark.parametrize("processes", ["0", "2"], ids=["one process", "xdist"])
-def test_results_reach_the_summary_and_the_reports(properties: pytest.Pytester, processes: str) -> None:
+def test_results_reach_the_summary_the_reports_and_the_reader(properties: pytest.Pytester, processes: str) -> None:
     report, junit = properties.path / "report.json", properties.path / "junit.xml"
     arguments = ("-n", processes, "--tpverify-world-sizes", "1,2", f"--tpverify-report=json={report}", f"--junitxml={junit}")
     done = properties.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
@@ -61,26 +87,24 @@ def test_results_reach_the_summary_and_the_reports(properties: pytest.Pytester, 
     assert int(summary[0][1]) == sum(len(subject["violations"]) for subject in subjects.values()) > 0
     carried = [node.get("value") or "" for node in ElementTree.parse(junit).iter("property") if node.get("name") == "tpverify"]
     assert {json.loads(value)["name"] for value in carried} == set(subjects)
-
-
-def test_a_failed_property_shows_its_failure_report_and_no_frames_of_ours(properties: pytest.Pytester) -> None:
-    done = properties.runpytest_subprocess("-p", "no:cacheprovider", "--tpverify-world-sizes", "2", "-k", "unreduced")
-    done.assert_outcomes(failed=1)
-    output = done.stdout.str()
     done.stdout.re_match_lines([r"tpverify: \w+ check failed: cli_subjects:unreduced, world_size=2, ranks 0 and 1"])
-    done.stdout.fnmatch_lines(["Failing test case: Case(*", 'Replay: tpverify replay "Case(*'])
-    assert "verification.py:" not in output
-    assert "hypothesis/" not in output
+    done.stdout.fnmatch_lines(["Failing test case: Case(*", "Replay: tpverify replay *Case(*"])
+    assert "verification.py:" not in done.stdout.str()
+    assert "hypothesis/" not in done.stdout.str()
 
 
-def test_frames_are_shown_when_asked_for(properties: pytest.Pytester) -> None:
-    done = properties.runpytest_subprocess("-p", "no:cacheprovider", "--tpverify-world-sizes", "2", "-k", "unreduced", "--tb", "native")
-    assert "verification.py" in done.stdout.str()
+def test_frames_are_shown_when_asked_for(stand_in: pytest.Pytester) -> None:
+    plain = stand_in.runpytest_subprocess()
+    plain.assert_outcomes(passed=1, failed=1)
+    assert "the failure report" in plain.stdout.str()
+    assert "deep_inside" not in plain.stdout.str()
+    assert "deep_inside" in stand_in.runpytest_subprocess("--tb", "native").stdout.str()
+    assert "deep_inside" in stand_in.runpytest_subprocess("--full-trace").stdout.str()
 
 
-def test_no_summary_and_nothing_passed_without_properties(properties: pytest.Pytester) -> None:
-    report = properties.path / "report.json"
-    done = properties.runpytest_subprocess("-p", "no:cacheprovider", "-k", "plain", f"--tpverify-report=json={report}")
+def test_no_summary_and_nothing_passed_without_properties(stand_in: pytest.Pytester) -> None:
+    report = stand_in.path / "report.json"
+    done = stand_in.runpytest_subprocess("-k", "plain", f"--tpverify-report=json={report}")
     done.assert_outcomes(passed=1)
     assert "properties," not in done.stdout.str()
     assert json.loads(report.read_text())["passed"] is False

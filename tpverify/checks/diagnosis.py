@@ -46,6 +46,7 @@ def diagnose(
         or _exchanged(layout, wanted, locals_, fit)
         or _reversed(layout, wanted, locals_, fit)
         or _addend(wanted, locals_, addends or {}, world_size, fit)
+        or _constant_factor(expected, wanted, locals_, fit)
     )
 
 
@@ -72,8 +73,6 @@ def _factor(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], w
         return ""
     if not bool(a.any()):
         return "all ranks hold zeros"
-    # One element always has a factor: a factor must be a telling number or hold for several elements.
-    factor = float(a @ e / (e @ e))
     telling = {float(world_size): "the world size", 1.0 / world_size: "1 / world size", float(world_size - 1): "world size - 1"}
     for number, name in telling.items():
         if number not in (0.0, 1.0) and _same(a, number * e, fit):
@@ -84,9 +83,17 @@ def _factor(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], w
     for number in SIMPLE_FACTORS:
         if _same(a, number * e, fit):
             return f"every rank holds {number:g} times the expected value"
-    if e.numel() > 2 and _same(a, factor * e, fit):
-        return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this"
     return ""
+
+
+def _constant_factor(expected: torch.Tensor, wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], fit: float) -> str:
+    """Any other factor; one or two elements always have one, so it takes more to believe in it."""
+    e = torch.cat([tensor.reshape(-1) for tensor in wanted.values()])
+    a = torch.cat([tensor.reshape(-1) for tensor in locals_.values()])
+    if expected.numel() < 3 or not bool(a.isfinite().all()) or not float(e.norm()):
+        return ""
+    factor = float(a @ e / (e @ e))
+    return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this" if _same(a, factor * e, fit) else ""
 
 
 def _exchanged(layout: Layout, wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], fit: float) -> str:
@@ -125,6 +132,6 @@ def _addend(
         for times in (world_size - 1, -1, 1):
             if times and all(_same(locals_[rank], wanted[rank] + times * addend, fit) for rank in wanted):
                 if times == world_size - 1:
-                    return f"every row holds {name} {times} time{'s' * (times > 1)} too often: added once per rank before a reduction fits this"
+                    return f"every row holds {name} {world_size} times instead of once: added on every rank before a reduction fits this"
                 return f"every row holds {name} {'once too often' if times > 0 else 'once too little'}: that fits exactly"
     return ""

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tpverify.errors import CaseError
+from tpverify.ledger.matching import first_disagreement
 from tpverify.ledger.record import CallSite, Record
 
 HAZARDS = {
@@ -69,6 +70,10 @@ class Ledger:
         """Bytes of all messages of the lowest rank."""
         return sum(record.nbytes for record in self.rank(self.ranks[0])) if self.records else 0
 
+    def disagreement(self) -> str:
+        """The first collective on which the ranks do not agree, as a message; "" if they all do."""
+        return first_disagreement(self.records)
+
     def hazards(self) -> tuple[Record, ...]:
         """Records of calls that a real backend may not survive."""
         return tuple(record for record in self.records if record.hazards)
@@ -86,11 +91,13 @@ class Ledger:
         """
         try:
             version = data["schema_version"]
+            if version != SCHEMA_VERSION:
+                raise CaseError(f"Expected a ledger of schema_version={SCHEMA_VERSION} but got schema_version={version!r}")
             records = [_record_from_dict(item) for item in data["records"]]
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
             raise CaseError(f"Expected a saved ledger but got data without {error}") from error
-        if version != SCHEMA_VERSION:
-            raise CaseError(f"Expected a ledger of schema_version={SCHEMA_VERSION} but got schema_version={version!r}")
+        except (TypeError, ValueError) as error:
+            raise CaseError(f"Expected a saved ledger but got other data: {error}") from error
         return cls(records)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tpverify.ledger.record import Record
 
+POINT_TO_POINT = ("send", "recv")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
@@ -66,13 +67,41 @@ def located(record: Record) -> str:
     return f"{record.describe()}{phase}{module}{site}"
 
 
+def first_disagreement(records: Iterable[Record]) -> str:
+    """The first collective on which a group's ranks do not agree, as a message; "" if they all do.
+
+    Point-to-point operations are left out: they have a sender and a receiver and no common number.
+    """
+    meetings: dict[tuple[str, tuple[int, ...], int], dict[int, Record]] = {}
+    for record in records:
+        if record.kind not in POINT_TO_POINT:
+            key = (record.process_group[0], record.group_ranks, record.collective_seq_id)
+            meetings.setdefault(key, {})[record.rank] = record
+    for (name, members, number), by_rank in sorted(meetings.items(), key=lambda item: item[0][2]):
+        first = by_rank[min(by_rank)]
+        for rank in sorted(by_rank):
+            what = disagreement(first, by_rank[rank])
+            if what is not None:
+                return name_difference(what, [first, by_rank[rank]])
+        missing = [str(rank) for rank in members if rank not in by_rank]
+        if missing:
+            group = first.process_group[1] or name
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+            return f"Expected all ranks of group {group} to issue collective #{number} but not {ranks}:\n  rank {first.rank}  {located(first)}"
+    return ""
+
+
 Origin = tuple[Hashable, ...]
 LONGEST_WINDOW = 256
 
 
-def origin(record: Record) -> Origin:
-    """Where in the program a collective was issued: what must not be crossed between ranks."""
-    return (record.kind, record.reduce_op, record.root, record.input_sizes, record.phase, record.module, record.call_sites)
+def origin(record: Record, depth: int | None = None) -> Origin:
+    """Where in the program a collective was issued: what must not be crossed between ranks.
+
+    Args:
+        depth: how many of the user's frames count, from the innermost; None = all.
+    """
+    return (record.kind, record.reduce_op, record.root, record.input_sizes, record.phase, record.module, record.call_sites[:depth])
 
 
 @dataclass
@@ -80,24 +109,39 @@ class CrossingDetector:
     """Finds collectives that two ranks issue in a different order although every single one matches in shape.
 
     Ranks may issue a collective from different lines (a root and its peers, say). But when over a stretch of calls the
-    two ranks come from the *same* places in a *different* order, data of different places were combined.
+    two ranks come from the *same* places in a *different* order, data of different places were combined. What a place is
+    depends on the program: the line of the collective where every use has its own, the line that calls a shared helper
+    otherwise. So every depth of the stack is watched.
     """
 
-    window: list[tuple[Record, Record]] = field(default_factory=list)
-    _excess: Counter[Origin] = field(default_factory=Counter)
+    _stretches: dict[int, _Stretch] = field(default_factory=dict)
 
     def add(self, first: Record, other: Record) -> list[tuple[Record, Record]]:
         """Add one matched pair; a non-empty answer is the crossed stretch."""
-        a, b = origin(first), origin(other)
-        if a == b:
+        if origin(first) == origin(other):
             return []
-        if len(self.window) >= LONGEST_WINDOW:
-            # That many calls from different lines without a crossing: the ranks merely run different code.
-            self.window.clear()
-            self._excess.clear()
-        self.window.append((first, other))
-        self._excess[a] += 1
-        self._excess[b] -= 1
-        if len(self.window) > 1 and not any(self._excess.values()):
-            return list(self.window)
+        for depth in range(1, max(len(first.call_sites), len(other.call_sites), 1) + 1):
+            crossed = self._stretches.setdefault(depth, _Stretch()).add(origin(first, depth), origin(other, depth), (first, other))
+            if crossed:
+                return crossed
         return []
+
+
+@dataclass
+class _Stretch:
+    """Pairs from different places, until both ranks have come from the same places."""
+
+    pairs: list[tuple[Record, Record]] = field(default_factory=list)
+    excess: Counter[Origin] = field(default_factory=Counter)
+
+    def add(self, first: Origin, other: Origin, pair: tuple[Record, Record]) -> list[tuple[Record, Record]]:
+        if first == other:
+            return []
+        if len(self.pairs) >= LONGEST_WINDOW:
+            # That many calls from different places without a crossing: the ranks merely run different code.
+            self.pairs.clear()
+            self.excess.clear()
+        self.pairs.append(pair)
+        self.excess[first] += 1
+        self.excess[other] -= 1
+        return list(self.pairs) if not any(self.excess.values()) else []

@@ -52,6 +52,7 @@ class Rendezvous:
             yield
         finally:
             if not endpoint.scheduler.abandoned(endpoint.rank):
+                endpoint.discard()
                 _bindings._unregister_all_process_groups()
             _local.session = None
 
@@ -65,13 +66,14 @@ class _Session:
         self.claimed = False
         self.initialising = False
         self._rendezvous = rendezvous
+        self._store = RankStore(rendezvous.keys, endpoint.rank)  # kept: c10d's C++ side does not keep the Python object
 
     def initialise(self) -> None:
         """Initialise the next world."""
         self.worlds += 1
         self.initialising = True
         world_size = self._rendezvous.world_size
-        store = _bindings.PrefixStore(f"world{self.worlds}", RankStore(self._rendezvous.keys, self.endpoint.rank))
+        store = _bindings.PrefixStore(f"world{self.worlds}", self._store)
         dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=world_size)
         self.initialising = False
 

@@ -50,6 +50,11 @@ class SimWork(dist.Work):
             deliver()
         return True
 
+    def drop(self) -> list[Tensor]:
+        """Never deliver; the outputs."""
+        self._deliver = self._pending = None
+        return self._outputs
+
     def synchronize(self) -> None:
         """The same as :meth:`wait`: there are no streams."""
         self.wait()
@@ -198,6 +203,13 @@ class Endpoint:
         """The rank's program has returned: whatever was not waited for never will be."""
         for _, index in self._unsettled.values():
             self._add_hazard(index, "never waited")
+
+    def discard(self) -> None:
+        """Give up whatever is in flight, also in c10d's registry of what functional collectives have promised."""
+        for work, _ in list(self._unsettled.values()):
+            for output in work.drop() if torch._C._distributed_c10d._get_work_registry_size() else ():
+                torch.ops._c10d_functional.wait_tensor(output)
+        self._unsettled.clear()
 
     def _work(self, work: SimWork, index: int, is_async: bool) -> SimWork:
         if is_async:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor._random as dtensor_random
 
 from tpverify.errors import CaseError
 
-DEFAULT_RANK_LOCAL = ("torch.distributed.tensor._random",)
 _NOT_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -94,9 +94,9 @@ class RankState:
     """The rank-local state of a whole world.
 
     Swapped: c10d's registry of groups, the CPU generators of torch, Python and (if imported) numpy, torch's default dtype,
-    the launcher's environment variables of a rank, and the global variables of ``rank_local`` modules. torch's generator starts
-    from ``seed`` on every rank, as in processes that nobody seeded; Python's and numpy's, which such processes take
-    from the system, start differently on each rank.
+    the launcher's environment variables of a rank, and the global variables of ``rank_local`` modules and of DTensor's
+    random module. torch's generator starts from ``seed`` on every rank, as in processes that nobody seeded; Python's and
+    numpy's, which such processes take from the system, start differently on each rank.
 
     Args:
         world_size: number of ranks.
@@ -108,8 +108,7 @@ class RankState:
     """
 
     def __init__(self, world_size: int, seed: int, rank_local: Sequence[str] = ()) -> None:
-        names = dict.fromkeys((*DEFAULT_RANK_LOCAL, *rank_local))
-        self._modules = [_module(name) for name in names]
+        self._modules = list(dict.fromkeys((dtensor_random, *map(_module, rank_local))))
         self._numpy = sys.modules.get("numpy")
         self._outside = self._capture()
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
@@ -174,6 +173,8 @@ class RankState:
             self._numpy.random.set_bit_generator(state.numpy_rng)
         if torch.get_default_dtype() != state.default_dtype:
             torch.set_default_dtype(state.default_dtype)
-        os.environ.update(state.launcher)
+        for name, value in state.launcher.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         for module, values in zip(self._modules, state.modules, strict=True):
             _set_module_state(module, values)

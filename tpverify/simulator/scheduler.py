@@ -80,6 +80,7 @@ class Scheduler:
         Raises:
             SimulationError: what ended the run early.
         """
+        __tracebackhide__ = True
         threads = [threading.Thread(target=self._main, args=item, name=f"rank {item[0]}", daemon=True) for item in enumerate(programs)]
         try:
             for rank, thread in enumerate(threads):
@@ -214,12 +215,13 @@ class Scheduler:
             self._finish(rank)
 
     def _shield(self, rank: int) -> None:
-        """From here on the thread is not interrupted, and a pending interrupt is dropped."""
+        """From here on the thread is not interrupted, and a pending interrupt has been raised."""
         while True:
             try:
                 with self._lock:
                     self._idents.pop(rank, None)
-                _interrupt(threading.get_ident(), None)
+                for _ in range(2):  # a pending interrupt is raised at a backward jump
+                    pass
                 return
             except Unwind:
                 continue
@@ -299,7 +301,10 @@ class Scheduler:
         self._go_on()
 
 
-def _interrupt(ident: int, exception: type[BaseException] | None) -> None:
-    """Make a thread raise ``exception`` at its next bytecode; None takes back what it has not raised yet."""
-    argument = ctypes.py_object() if exception is None else ctypes.py_object(exception)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), argument)
+def _interrupt(ident: int, exception: type[BaseException]) -> None:
+    """Make a thread raise ``exception`` at its next bytecode.
+
+    Never to be taken back with NULL: that leaves the interpreter's flag for pending exceptions set for good, which slows all
+    threads down and makes CPython 3.11 loop for ever under ``sys.settrace`` (debuggers, coverage, Hypothesis).
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(exception))

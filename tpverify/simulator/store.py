@@ -112,6 +112,10 @@ class RankStore(_Store):  # type: ignore[misc]
         """How many keys are set."""
         return len(self._shared.data)
 
+    # The names under which c10d's C++ side looks for these two.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
     def has_extended_api(self) -> bool:
         """append, multi_get and multi_set exist."""
         return True

@@ -75,6 +75,7 @@ def simulate(
         RankTimeout: the timeout passed.
         CaseError: an argument is out of range, a module cannot be imported, or a rank calls this function.
     """
+    __tracebackhide__ = True
     ledger, results, failure = run_world(
         fn,
         world_size,

@@ -93,8 +93,9 @@ def vocab_parallel_cross_entropy(
 
 def _global_maximum(logits: Tensor, group: Group) -> Tensor:
     """[..., v] -> [...], over all ranks; a constant for autograd, as the loss does not depend on it."""
-    floor = logits.new_full((*logits.shape[:-1], 1), -math.inf)  # a rank may own no ids
-    largest = torch.cat([logits.detach(), floor], dim=-1).amax(-1)
+    owns_ids = logits.shape[-1] > 0
+    largest = logits.detach().amax(-1) if owns_ids else logits.new_full(logits.shape[:-1], -math.inf)
     if group.size() > 1:
+        largest = largest.contiguous()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
