@@ -13,8 +13,8 @@ from planted import plant
 from torch import Tensor, nn
 
 import tpverify as tpv
+from tpverify.current_group import tp_group
 from tpverify.subjects.teaching_block import AllGatherAttentionBlockConfig, all_gather_attention_block
-from tpverify.tp_group import tp_group
 
 Group = dist.ProcessGroup
 
@@ -55,8 +55,7 @@ class Rejoin(torch.autograd.Function):
 def summed(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, in a tensor of its own."""
     output = x.clone(memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        dist.all_reduce(output, group=group)
+    dist.all_reduce(output, group=group)
     return output
 
 
@@ -64,35 +63,20 @@ def rejoined(x: Tensor, group: Group) -> Tensor:
     """The ranks' parts side by side: autograd does not see how they came."""
     x = x.detach().contiguous()
     parts = [torch.empty_like(x) for _ in range(group.size())]
-    if group.size() == 1:
-        parts = [x]
-    else:
-        dist.all_gather(parts, x, group=group)
+    dist.all_gather(parts, x, group=group)
     return torch.cat(parts, dim=-1)
 
 
-class TeachingAttention(nn.Module):
-    """This rank's heads, then all heads side by side; no output projection."""
+class ColumnLinear(nn.Linear):
+    """A linear layer to this rank's output features, from whole input features."""
 
-    def __init__(self, hidden: int, heads: int, group: Group, faults: Collection[str]) -> None:
-        super().__init__()
+    def __init__(self, in_features: int, out_features: int, group: Group, faults: Collection[str]) -> None:
+        super().__init__(in_features, out_features)
         self.group, self.faults = group, faults
-        self.heads, self.head_dim = heads // group.size(), hidden // heads
-        self.qkv = nn.Linear(hidden, 3 * hidden // group.size())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, hidden] -> the same."""
-        x = Sum.apply(x, self.group, False, INPUT_GRADIENT_NOT_REDUCED not in self.faults)
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)  # [s, b, heads, head_dim] each
-        if SCORES_ACROSS_HEADS not in self.faults:
-            query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # [b, heads, s, head_dim]
-        scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_dim)
-        context = scores.softmax(-1) @ value
-        if SCORES_ACROSS_HEADS not in self.faults:
-            context = context.permute(2, 0, 1, 3)
-        context = context.flatten(2)
-        whole: Tensor = rejoined(context, self.group) if GATHER_WITHOUT_GRADIENT in self.faults else Rejoin.apply(context, self.group)
-        return whole
+        """[..., in_features] -> [..., out_features]."""
+        return F.linear(Sum.apply(x, self.group, False, INPUT_GRADIENT_NOT_REDUCED not in self.faults), self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -109,18 +93,39 @@ class RowLinear(nn.Linear):
         return whole
 
 
+class TeachingAttention(nn.Module):
+    """This rank's heads, then all heads side by side; no output projection."""
+
+    def __init__(self, hidden: int, heads: int, group: Group, faults: Collection[str]) -> None:
+        super().__init__()
+        self.group, self.faults = group, faults
+        self.heads, self.head_dim = heads // group.size(), hidden // heads
+        self.qkv = ColumnLinear(hidden, 3 * hidden // group.size(), group, faults)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, hidden] -> the same."""
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)  # [s, b, heads, head_dim] each
+        if SCORES_ACROSS_HEADS not in self.faults:
+            query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # [b, heads, s, head_dim]
+        scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_dim)
+        context = scores.softmax(-1) @ value
+        if SCORES_ACROSS_HEADS not in self.faults:
+            context = context.permute(2, 0, 1, 3)
+        context = context.flatten(2)
+        whole: Tensor = rejoined(context, self.group) if GATHER_WITHOUT_GRADIENT in self.faults else Rejoin.apply(context, self.group)
+        return whole
+
+
 class TeachingMLP(nn.Module):
     """Column-parallel, GELU, row-parallel."""
 
     def __init__(self, hidden: int, ffn: int, group: Group, faults: Collection[str]) -> None:
         super().__init__()
-        self.group, self.faults = group, faults
-        self.fc1 = nn.Linear(hidden, ffn // group.size())
+        self.fc1 = ColumnLinear(hidden, ffn // group.size(), group, faults)
         self.fc2 = RowLinear(ffn // group.size(), hidden, group, faults)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, hidden] -> the same."""
-        x = Sum.apply(x, self.group, False, INPUT_GRADIENT_NOT_REDUCED not in self.faults)
         output: Tensor = self.fc2(F.gelu(self.fc1(x)))
         return output
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tpverify.config import Config as Config
     from tpverify.config import configs as configs
     from tpverify.config import per_rank as per_rank
+    from tpverify.current_group import tp_group as tp_group
     from tpverify.errors import CaseError as CaseError
     from tpverify.errors import CollectiveMismatch as CollectiveMismatch
     from tpverify.errors import Deadlock as Deadlock
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from tpverify.subjects.subject import Input as Input
     from tpverify.subjects.subject import Subject as Subject
     from tpverify.subjects.subject import Vocabulary as Vocabulary
-    from tpverify.tp_group import tp_group as tp_group
     from tpverify.verification import CheckFailed as CheckFailed
     from tpverify.verification import check_case as check_case
     from tpverify.verification import property_test as property_test
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "tpverify.case": ("Case",),
     "tpverify.config": ("Config", "configs", "per_rank"),
+    "tpverify.current_group": ("tp_group",),
     "tpverify.errors": (
         "CaseError",
         "CollectiveMismatch",
@@ -64,7 +65,6 @@ _HOMES = {
     "tpverify.sharding": ("Block", "FusedShard", "PaddedShard", "Partial", "Placement", "Replicate", "Shard", "UnevenShard"),
     "tpverify.simulator.world": ("Simulation", "simulate"),
     "tpverify.subjects.subject": ("Collective", "Input", "Subject", "Vocabulary"),
-    "tpverify.tp_group": ("tp_group",),
     "tpverify.verification": ("CheckFailed", "check_case", "property_test", "verify"),
     "tpverify.violation": ("Violation",),
 }

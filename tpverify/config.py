@@ -34,18 +34,23 @@ class Config:
 class PerRank:
     """A size that is drawn per rank and multiplied by the world size."""
 
+    smallest: int
     largest: int
 
     def of(self, world_size: int) -> st.SearchStrategy[int]:
         """The sizes for one TP degree."""
-        return st.integers(1, self.largest).map(lambda size: size * world_size)
+        return st.integers(self.smallest, self.largest).map(lambda size: size * world_size)
 
 
-def per_rank(largest: int) -> PerRank:
-    """For :func:`configs`: a multiple of the world size, with 1 to ``largest`` elements per rank."""
-    if largest < 1:
-        raise SubjectError(f"Expected at least 1 element per rank but got largest={largest}")
-    return PerRank(largest)
+def per_rank(smallest: int, largest: int) -> PerRank:
+    """For :func:`configs`: a multiple of the world size, with ``smallest`` to ``largest`` elements per rank.
+
+    Raises:
+        SubjectError: the range is empty or goes below 0.
+    """
+    if not 0 <= smallest <= largest:
+        raise SubjectError(f"Expected 0 <= smallest <= largest but got smallest={smallest}, largest={largest}")
+    return PerRank(smallest, largest)
 
 
 def configs(**fields: Any) -> Callable[[int], st.SearchStrategy[Config]]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tpverify import modules, values
 from tpverify.case import Case
+from tpverify.current_group import use_tp_group
 from tpverify.errors import SimulationError, SubjectError
 from tpverify.ledger.ledger import Ledger
 from tpverify.run import Comparison, ModuleCall, Placed, RankRun, Run
@@ -24,7 +25,6 @@ from tpverify.simulator import recorder
 from tpverify.simulator.endpoint import Capture
 from tpverify.simulator.world import run_world
 from tpverify.subjects.subject import Input, Subject
-from tpverify.tp_group import use_tp_group
 from tpverify.trace import replay, tracing
 
 RankProgram = Callable[[Subject, Case, "Logical", int, bool], RankRun]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -53,6 +54,10 @@ pending_results: list[dict[str, Any]] = []
 
 class CheckFailed(AssertionError):
     """Raised by property tests; the message is the failure report."""
+
+
+class _Enough(Exception):
+    """No more cases are wanted."""
 
 
 class _Shown(Exception):
@@ -115,7 +120,7 @@ class _Explorer:
         def explore(case: Case) -> None:
             nonlocal left
             if left <= 0 or self._session.timed_out:
-                return  # drawing goes on but nothing runs
+                raise _Enough
             before = self._session.cases_run
             violations = self._session.run(case)
             left -= self._session.cases_run - before
@@ -128,7 +133,8 @@ class _Explorer:
             if progress is not None:
                 progress(self._session.cases_run, self._max_examples)
 
-        self._drive(explore, (Phase.generate,))
+        with contextlib.suppress(_Enough):
+            self._drive(explore, (Phase.generate,))
         return smallest
 
     def shrink_all(self, shown: dict[Key, Case]) -> list[Violation]:

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,18 @@ def test_zero_cases_are_5_and_have_not_passed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_interrupted_is_130_and_keeps_what_was_done() -> None:
-    process = spawn("verify", ROW, "--max-examples", "1000000", "--world-sizes", "1", "--json")
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.communicate(timeout=8)
+    process = spawn("verify", "no_such_module:subject", ROW, "--max-examples", "1000000", "--world-sizes", "1", "--json")
+    assert process.stderr is not None
+    assert "no_such_module" in process.stderr.readline()
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, stderr
     assert "Traceback" not in stderr
-    assert json.loads(stdout)["errors"] == [{"subject": ROW, "kind": "interrupted", "message": "interrupted"}]
+    assert [(item["subject"], item["kind"]) for item in json.loads(stdout)["errors"]] == [
+        ("no_such_module:subject", "usage"),
+        (ROW, "interrupted"),
+    ]
 
 
 def test_one_wrong_subject_does_not_stop_the_others_and_the_worst_code_counts() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpverify.checks.finding import Finding, compare_placed, gradient_scale, per_rank
+from tpverify.checks.finding import Finding, compare_placed, gradient_scale, parts_of
 from tpverify.checks.inside import modules_at_fault
 from tpverify.run import Comparison, Placed
 
@@ -21,7 +21,7 @@ def forward(comparison: Comparison) -> list[Finding] | None:
             findings.append(Finding((rank,), "output", message))
     for label, placed in expected.items():
         assert placed.local is not None
-        actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].outputs, label)
+        actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].outputs, label)
         findings += compare_placed(comparison, label, placed.local, actual)
     return findings + modules_at_fault(comparison) if findings else findings
 
@@ -34,7 +34,7 @@ def input_gradient(comparison: Comparison) -> list[Finding] | None:
     rms = gradient_scale(comparison)
     findings: list[Finding] = []
     for name, placed in expected.items():
-        actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].input_gradients, name)
+        actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].input_gradients, name)
         findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
     return findings if expected else None
 
@@ -49,7 +49,7 @@ def parameter_gradient(comparison: Comparison) -> list[Finding] | None:
     findings: list[Finding] = []
     for name, placed in expected.items():
         if name not in aliases:
-            actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
+            actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
             findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
     return findings if expected else None
 

@@ -110,7 +110,7 @@ def _merged(findings: dict[str, list[int]]) -> dict[str, list[int]]:
     return {min(findings.items(), key=lambda item: item[1])[0]: ranks}
 
 
-def per_rank(comparison: Comparison, part: Callable[[int], Mapping[str, Placed]], label: str) -> dict[int, Placed]:
+def parts_of(comparison: Comparison, part: Callable[[int], Mapping[str, Placed]], label: str) -> dict[int, Placed]:
     """One tensor on all the ranks that have it."""
     return {rank: part(rank)[label] for rank in range(len(comparison.parallel.ranks)) if label in part(rank)}
 

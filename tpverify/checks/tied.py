@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tpverify.checks.finding import Finding, compare_placed, gradient_scale, per_rank
+from tpverify.checks.finding import Finding, compare_placed, gradient_scale, parts_of
 from tpverify.run import Comparison, Placed
 
 
@@ -42,7 +42,7 @@ def _wrong_sum(comparison: Comparison, names: Sequence[str]) -> list[Finding]:
     name = next((name for name in names if name in comparison.parallel.ranks[0].parameter_gradients), None)
     if name is None:
         return []
-    actual = per_rank(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
+    actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
     uses = {use: comparison.reference.uses[use] for use in names if use in comparison.reference.uses}
     rms = gradient_scale(comparison)
     label = f"{name}.grad"

@@ -42,8 +42,7 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as problem:
-            problem.message = problem.message.rstrip(".") + did_you_mean(args[0], COMMANDS)
-            raise
+            raise click.UsageError(problem.message.rstrip(".") + did_you_mean(args[0], COMMANDS), ctx) from problem
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; end with the exit code that fits what it raised."""

@@ -13,8 +13,8 @@ from tpverify.report.report import Report, verdict
 from tpverify.result import Result
 from tpverify.violation import failure_report
 
-PLAIN_WIDTH = 120
-"""Columns of a table that goes to no terminal."""
+PLAIN_WIDTH = 200
+"""Columns at most of a table that goes to no terminal: wide enough that nothing wraps."""
 
 STYLES = {"held": "green", "violated": "bold red", "nothing checked": "yellow"}
 

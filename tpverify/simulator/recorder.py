@@ -63,19 +63,22 @@ def call_sites(frame: FrameType | None = None) -> tuple[CallSite, ...]:
     return tuple(sites)
 
 
-def _keeps_graph() -> bool:
-    """Whether the backward that runs on this thread was asked for its own graph (``create_graph=True``).
+def _runs_forward_again(node: Any) -> bool:
+    """Whether what runs inside backward, outside any module, is a checkpoint's forward.
 
-    A checkpoint that recomputes inside such a backward is not hidden by it.
+    Gradients alone do not tell: they are off inside an autograd function's forward, and on in a backward that was asked
+    for its own graph (``create_graph=True``).
     """
+    if node is not None and "Checkpoint" in node.name():
+        return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_filename == _CHECKPOINT_FILE:
-            return False
+            return True
         if code.co_name == "_engine_run_backward":
             arguments = frame.f_locals.get("args", ())
-            return bool(len(arguments) > 2 and arguments[2])
+            return torch.is_grad_enabled() and not (len(arguments) > 2 and arguments[2])
         frame = frame.f_back
     return False
 
@@ -94,6 +97,7 @@ class Recorder:
         self._owners: dict[int, tuple[str, torch.Tensor]] = {}
         self._steps: list[str] = []
         self._stack: list[str] = []
+        self._tasks: list[int] = []
         self._marks: list[int] = [0]
         self._paths: list[str] = [""]
 
@@ -110,21 +114,25 @@ class Recorder:
             name = type(module).__name__
             self.name_modules(module, f"{self._stack[-1]}.{name}".lstrip(".") if self._stack else name)
         self._stack.append(self._names[id(module)][0])
+        self._tasks.append(torch._C._current_graph_task_id())
         self._mark()
 
     def leave_module(self) -> None:
         """A module's forward ends."""
         if self._stack:
             self._stack.pop()
+            self._tasks.pop()
             self._mark()
 
     def position(self) -> tuple[str, str]:
         """(phase, module path) of the line being run."""
         path = self._stack[-1] if self._stack else ""
-        if torch._C._current_graph_task_id() != -1:
-            # Backward runs without gradients; what needs them inside backward is a forward run again.
-            again = torch.is_grad_enabled() and not _keeps_graph()
-            return ("recompute", path or self._backward_path()) if again else ("backward", self._backward_path())
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            if self._tasks and self._tasks[-1] == task:  # a module called inside this backward
+                return "recompute", path
+            node = torch._C._current_autograd_node()
+            return "recompute" if _runs_forward_again(node) else "backward", self._owner_of_node(node)
         if self.base_phase in ("other", "optimizer") and self._stack:
             return "forward", path
         return self.base_phase, path
@@ -148,16 +156,15 @@ class Recorder:
         self._marks.append(torch._C._autograd._get_sequence_nr())
         self._paths.append(self._stack[-1] if self._stack else "")
 
-    def _backward_path(self) -> str:
-        node: Any = torch._C._current_autograd_node()
+    def _owner_of_node(self, node: Any) -> str:
         if node is None:
             return ""
         number = node._sequence_nr()
         if number >= _ACCUMULATE_GRAD:
-            return self._owner(getattr(node, "variable", None))
+            return self._owner_of_parameter(getattr(node, "variable", None))
         return self._paths[bisect.bisect_right(self._marks, number) - 1]
 
-    def _owner(self, parameter: torch.Tensor | None) -> str:
+    def _owner_of_parameter(self, parameter: torch.Tensor | None) -> str:
         if id(parameter) not in self._owners:
             for path, module in list(self._names.values()):  # a parameter may have been replaced since
                 self._own_parameters(path, module)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
 from tpverify.errors import CaseError, SimulationError
 from tpverify.ledger.ledger import Ledger
@@ -30,7 +32,7 @@ class Simulation:
     """What a simulated run produced.
 
     Attributes:
-        results: what the function returned, by rank.
+        results: what the function returned, by rank; promises of functional collectives are waited for.
         ledger: every collective of every rank.
     """
 
@@ -141,7 +143,8 @@ def _program(
     def program() -> None:
         # Backward must stay in this thread: autograd's helper threads for other devices have no rank.
         with rendezvous.on_rank(endpoint), recording(endpoint.recorder), torch.autograd.set_multithreading_enabled(False):
-            results[endpoint.rank] = fn(*args)
+            # A promise that leaves the rank cannot be waited for any more.
+            results[endpoint.rank] = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, fn(*args))
             endpoint.finish()
 
     return program

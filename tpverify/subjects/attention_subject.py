@@ -9,13 +9,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import Block, FusedShard, PlacementLike, Replicate, Shard
 from tpverify.subjects.attention import ParallelAttention
 from tpverify.subjects.communication import column_row, finalization
 from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.parameters import finalize_gradients
 from tpverify.subjects.subject import Collective, Input, Subject
-from tpverify.tp_group import tp_group
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import PlacementLike, Replicate, Shard
 from tpverify.subjects.attention import ParallelAttention
 from tpverify.subjects.attention_subject import (
@@ -24,7 +25,6 @@ from tpverify.subjects.mappings import Group
 from tpverify.subjects.mlp import ParallelMLP, ReferenceMLP, mlp_placements
 from tpverify.subjects.parameters import finalize_gradients, mark_sequence_parallel, residual_init_std
 from tpverify.subjects.subject import Collective, Input, Subject
-from tpverify.tp_group import tp_group
 
 ARRANGEMENTS = ("pre_ln", "post_ln", "normalized_residual")
 

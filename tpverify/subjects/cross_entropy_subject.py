@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.subjects.cross_entropy import VocabParallelCrossEntropy
 from tpverify.subjects.drawing import activations, loss_vocabularies
 from tpverify.subjects.embedding import vocab_multiples, vocab_placement
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
-from tpverify.tp_group import tp_group
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import PaddedShard, PlacementLike, Replicate, Shard, UnevenShard
 from tpverify.subjects.drawing import activations, uneven_sizes
 from tpverify.subjects.mappings import Group, reduce_from_region, reduce_scatter_sequence
 from tpverify.subjects.parameters import INIT_STD, initial_weight
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
-from tpverify.tp_group import tp_group
 
 
 @dataclass(frozen=True)

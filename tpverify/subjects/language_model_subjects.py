@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import PlacementLike, Replicate
 from tpverify.subjects.attention_subject import head_counts
 from tpverify.subjects.block import ReferenceBlock, block_communication, block_placements, block_rejected, flagged_elements, head_sizes
@@ -23,7 +24,6 @@ from tpverify.subjects.embedding import lookup_communication, vocab_multiples, v
 from tpverify.subjects.language_model import TOKEN_TYPES, LanguageModelConfig, ParallelBERT, ParallelGPT
 from tpverify.subjects.parameters import finalize_gradients
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
-from tpverify.tp_group import tp_group
 
 
 class ReferenceGPT(nn.Module):

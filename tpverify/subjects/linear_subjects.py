@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import Partial, Placement, PlacementLike, Replicate, Shard, UnevenShard
 from tpverify.subjects.communication import finalization
 from tpverify.subjects.drawing import activations, divisible, uneven_sizes
 from tpverify.subjects.linear import ColumnParallelLinear, RowParallelLinear
 from tpverify.subjects.parameters import finalize_gradients
 from tpverify.subjects.subject import Collective, Input, Subject
-from tpverify.tp_group import tp_group
 
 
 @dataclass(frozen=True)

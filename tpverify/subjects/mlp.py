@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import Block, FusedShard, PlacementLike, Replicate, Shard
 from tpverify.subjects.communication import column_row, finalization
 from tpverify.subjects.drawing import activations, divisible
@@ -16,7 +17,6 @@ from tpverify.subjects.linear import ColumnParallelLinear, RowParallelLinear
 from tpverify.subjects.mappings import Group, divide
 from tpverify.subjects.parameters import INIT_STD, finalize_gradients
 from tpverify.subjects.subject import Collective, Input, Subject
-from tpverify.tp_group import tp_group
 
 
 class ParallelMLP(nn.Module):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tpverify.current_group import tp_group
 from tpverify.sharding import PlacementLike, Replicate
 from tpverify.subjects.attention import QKVParallelLinear
 from tpverify.subjects.attention_subject import attend, qkv_placement
@@ -25,7 +26,6 @@ from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.mappings import Group, gather_from_region
 from tpverify.subjects.mlp import ParallelMLP, ReferenceMLP, mlp_placements
 from tpverify.subjects.subject import Collective, Input, Subject
-from tpverify.tp_group import tp_group
 
 
 class AllGatherAttention(nn.Module):
