@@ -62,11 +62,15 @@ PAIRS = {
     "nn.all_reduce": Pair(lambda x: dist_nn.all_reduce(x.clone())),
     "nn.all_gather": Pair(lambda x: torch.cat(dist_nn.all_gather(x))),
     "nn.all_to_all_single": Pair(lambda x: dist_nn.all_to_all_single(torch.empty_like(x), x)),
-    "nn.reduce_scatter": Pair(lambda x: dist_nn.reduce_scatter(torch.empty_like(x[: len(x) // world().size()]), list(x.chunk(world().size())))),
+    "nn.reduce_scatter": Pair(
+        lambda x: dist_nn.reduce_scatter(torch.empty_like(x[: len(x) // world().size()]), list(x.chunk(world().size())))
+    ),
     "nn.broadcast": Pair(lambda x: dist_nn.broadcast(x.clone(), world().size() - 1)),
     "funcol.all_gather": Pair(lambda x: funcol.all_gather_tensor_autograd(x, 0, world())),
     "funcol.reduce_scatter": Pair(lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world())),
-    "funcol.all_to_all": Pair(lambda x: funcol.all_to_all_single_autograd(x, even(x[: len(x) // world().size()]), even(x[: len(x) // world().size()]), world())),
+    "funcol.all_to_all": Pair(
+        lambda x: funcol.all_to_all_single_autograd(x, even(x[: len(x) // world().size()]), even(x[: len(x) // world().size()]), world())
+    ),
     "funcol.all_reduce": Pair(lambda x: funcol.all_reduce(x, "sum", world())),
 }
 

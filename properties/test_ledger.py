@@ -147,7 +147,7 @@ def test_gradient_hooks_belong_to_the_parameters_module() -> None:
 
     for hook in ("register_hook", "register_post_accumulate_grad_hook"):
         for replace_weight in (False, True):
-            assert places(ledger_of(lambda: program(hook, replace_weight))) == [("backward", "Sequential.1")], hook
+            assert places(ledger_of(program, args=(hook, replace_weight))) == [("backward", "Sequential.1")], hook
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -172,8 +172,10 @@ def test_recompute_of_a_plain_function_belongs_to_its_module(use_reentrant: bool
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(lambda t: BothWays.apply(t * 2).exp(), x, use_reentrant=use_reentrant)
 
-    expected = [(phase, "Recomputes") for phase in ("forward", "recompute", "backward")]
-    assert places(ledger_of(lambda: Recomputes()(cotangent()).sum().backward())) == expected
+    seen = places(ledger_of(lambda: Recomputes()(cotangent()).sum().backward()))
+    assert seen[:2] == [("forward", "Recomputes"), ("recompute", "Recomputes")]
+    # With reentry the graph is built anew inside backward, where no module marks it.
+    assert seen[2:] == [("backward", "" if use_reentrant else "Recomputes")]
 
 
 def test_a_backward_that_builds_a_graph_is_no_recompute() -> None:
@@ -328,7 +330,9 @@ def test_ring_traffic(world_size: int, elements: int) -> None:
         rest = {"phase": "other", "module": "", "call_sites": (), "is_async": False, "nbytes": 8 * elements, "elements": elements}
         return Record(kind=kind, group_ranks=tuple(range(world_size)), **sizes, **fixed, **rest)
 
-    assert wire_elements(record("all_reduce")) == pytest.approx(wire_elements(record("reduce_scatter")) + wire_elements(record("all_gather")))
+    assert wire_elements(record("all_reduce")) == pytest.approx(
+        wire_elements(record("reduce_scatter")) + wire_elements(record("all_gather"))
+    )
     assert wire_elements(record("all_reduce")) * world_size == pytest.approx(2 * elements * (world_size - 1))
     assert wire_elements(record("barrier")) == wire_elements(record("recv")) == 0
     assert wire_elements(record("send")) == (elements if world_size > 1 else 0)

@@ -101,8 +101,9 @@ def test_globals_of_named_modules_are_the_ranks_own(state: types.ModuleType) -> 
         state.SEEN.add(rank)
         state.fresh = rank
         dist.barrier()
-        assert state.GROUP == rank
-        assert state.TABLE == {"shared": [0, rank], rank: rank}
+        assert rank == state.GROUP
+        table = state.TABLE
+        assert table == {"shared": [0, rank], rank: rank}
         assert state.ALIAS is state.TABLE["shared"]
         assert {rank} == state.SEEN
         assert state.fresh == rank
@@ -111,7 +112,8 @@ def test_globals_of_named_modules_are_the_ranks_own(state: types.ModuleType) -> 
     run(program, rank_local=[MODULE])
     assert state.TABLE is table
     assert state.ALIAS is table["shared"]
-    assert (state.GROUP, state.TABLE, state.SEEN) == (None, {"shared": [0]}, set())
+    group, table, seen = state.GROUP, state.TABLE, state.SEEN
+    assert (group, table, seen) == (None, {"shared": [0]}, set())
     assert not hasattr(state, "fresh")
     assert callable(state.function)
 

@@ -59,12 +59,21 @@ class Reference:
     run: Run
 
 
-def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT, *, traced: bool = False) -> tuple[Comparison, ...]:
+def run_both(
+    subject: Subject,
+    case: Case,
+    timeout: float = CASE_TIMEOUT,
+    *,
+    traced: bool = False,
+    schedule: int | None = None,
+    reduction_order: str = "rank",
+) -> tuple[Comparison, ...]:
     """Run a case; one comparison per TP group in the world.
 
     Args:
         timeout: seconds for all ranks together.
         traced: whether to capture what goes into and comes out of every submodule.
+        schedule, reduction_order: see :func:`tpverify.simulate`; correct code does not depend on them, but for rounding.
 
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
@@ -84,6 +93,8 @@ def run_both(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT, *, tra
         timeout=timeout,
         rank_local=subject.rank_local,
         capture=_capture(subject, case),
+        schedule=schedule,
+        reduction_order=reduction_order,
     )
     cause = getattr(failure, "exception", None)
     if isinstance(cause, SubjectError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -221,7 +222,26 @@ def typical_case(subject: Subject, world_size: int, seed: int = 0) -> Case:
     hypothesis.seed(seed)(config(given(cases(subject, (world_size,)))(collect)))()
     if not found:
         raise CaseError(f"Expected {subject.name} to accept a case of world_size={world_size} but it refuses all that were drawn")
-    return max(found, key=lambda case: (len(repr(case)), repr(case)))
+    return max(found, key=lambda case: (-_collectives(subject, case), -_options_changed(case.config), _total_size(case.config), repr(case)))
+
+
+def _collectives(subject: Subject, case: Case) -> int:
+    """How many collectives the subject declares: options that need more of them are not what is typical."""
+    declared = subject.communication(case.config, case.world_size) if subject.communication else ()
+    return sum(collective.count for collective in declared)
+
+
+def _options_changed(config: Any) -> int:
+    """How many switches and choices differ from their default."""
+    return sum(
+        getattr(config, field.name) != field.default for field in dataclasses.fields(config) if isinstance(field.default, (bool, str))
+    )
+
+
+def _total_size(config: Any) -> int:
+    """The sum of a config's sizes."""
+    numbers = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    return sum(number for number in numbers if isinstance(number, int) and not isinstance(number, bool))
 
 
 def property_test(

@@ -40,7 +40,11 @@ MISMATCHES: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("kind", lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(2))),
     ("reduce op", lambda: dist.all_reduce(torch.ones(2), SUM), lambda: dist.all_reduce(torch.ones(2), MAX)),
     ("dtype", lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2).double())),
-    ("dtype", lambda: dist.gather(torch.ones(2), [torch.ones(2), torch.ones(2)], dst=0), lambda: dist.gather(torch.ones(2).double(), dst=0)),
+    (
+        "dtype",
+        lambda: dist.gather(torch.ones(2), [torch.ones(2), torch.ones(2)], dst=0),
+        lambda: dist.gather(torch.ones(2).double(), dst=0),
+    ),
     ("shape", lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(3))),
     ("shape", lambda: dist.all_reduce(torch.ones(2, 3)), lambda: dist.all_reduce(torch.ones(3, 2))),
     (
@@ -66,7 +70,9 @@ def coalesced(*sizes: int) -> None:
 
 @pytest.mark.parametrize(("what", "first", "second"), MISMATCHES, ids=[f"{index}-{case[0]}" for index, case in enumerate(MISMATCHES)])
 @pytest.mark.parametrize("schedule", [None, 3])
-def test_a_mismatch_names_the_difference_and_both_lines(what: str, first: Callable[[], Any], second: Callable[[], Any], schedule: int | None) -> None:
+def test_a_mismatch_names_the_difference_and_both_lines(
+    what: str, first: Callable[[], Any], second: Callable[[], Any], schedule: int | None
+) -> None:
     error = fails(lambda rank: (dist.barrier(), (first, second)[rank]()), schedule=schedule)
     assert isinstance(error, CollectiveMismatch)
     assert f"they differ in {what}:" in str(error)

@@ -87,7 +87,9 @@ def first_disagreement(records: Iterable[Record]) -> str:
         if missing:
             group = first.process_group[1] or name
             ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-            return f"Expected all ranks of group {group} to issue collective #{number} but not {ranks}:\n  rank {first.rank}  {located(first)}"
+            return (
+                f"Expected all ranks of group {group} to issue collective #{number} but not {ranks}:\n  rank {first.rank}  {located(first)}"
+            )
     return ""
 
 

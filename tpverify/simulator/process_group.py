@@ -64,6 +64,12 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_backend(self, device: Any) -> SimProcessGroup:
+        return self
+
     def shutdown(self) -> None:
         """Nothing is held."""
 
@@ -145,6 +151,13 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
             _expect_count("output tensors of gather on the root", len(buffers), self.size(), 0)
         return self._issue(Call("gather", _listed(inputs), buffers, root=_root(opts), is_async=_is_async(opts)))
 
+    def gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """gather into one tensor on the root, rank after rank by elements; the other ranks' output is not used."""
+        written = _listed(output) if self.group_rank == _root(opts) else []
+        for buffer in written:
+            _expect_elements("the output of gather on the root", buffer, tensor.numel() * self.size())
+        return self._issue(Call("gather", _listed(tensor), written, root=_root(opts), is_async=_is_async(opts)))
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """scatter a list from the root."""
         lists = _lists(inputs)
@@ -213,6 +226,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    gather_into_tensor = gather_single
     alltoall_base = all_to_all_single
 
 
@@ -229,6 +243,7 @@ RELEASE_NAMES = (
     ("broadcast",),
     ("reduce",),
     ("gather",),
+    ("gather_single", "gather_into_tensor"),
     ("scatter",),
     ("alltoall",),
     ("all_to_all_single", "alltoall_base"),
@@ -237,7 +252,7 @@ RELEASE_NAMES = (
     ("recv_anysource",),
     ("barrier",),
 )
-"""Each collective method's names, newest first; at least one of a row exists in every supported torch release."""
+"""Each collective method's names, newest first; the gathers into one tensor exist from torch 2.14."""
 
 
 def _plain(tensor: Tensor) -> Tensor:
