@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor, nn
 
 import tpverify as tpv
@@ -88,7 +89,13 @@ def plant(base: tpv.Subject, name: str, *layers: type[nn.Module], **changes: Any
     return replace(base, **{"name": name, "parallel": parallel, **changes})
 
 
-@functools.lru_cache(maxsize=None)
+def built_in_configs(subject: tpv.Subject, world_size: int) -> SearchStrategy[Any]:
+    """The configs of a built-in subject, to be narrowed."""
+    assert callable(subject.configs)
+    return subject.configs(world_size)
+
+
+@functools.cache
 def verified(subject: tpv.Subject, max_examples: int = 100) -> tpv.Result:
     """What verifying the subject came to, once in a session."""
     return tpv.verify(subject, max_examples=max_examples, seed=0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tpverify as tpv
 from tpverify.current_group import tp_group
+from tpverify.subjects.mappings import apply
 from tpverify.subjects.teaching_block import AllGatherAttentionBlockConfig, all_gather_attention_block
 
 Group = dist.ProcessGroup
@@ -76,7 +77,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return F.linear(Sum.apply(x, self.group, False, INPUT_GRADIENT_NOT_REDUCED not in self.faults), self.weight, self.bias)
+        return F.linear(apply(Sum, x, self.group, False, INPUT_GRADIENT_NOT_REDUCED not in self.faults), self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -89,8 +90,7 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         partial = F.linear(x, self.weight)
-        whole: Tensor = Sum.apply(partial, self.group, True, REDUCED_IN_BACKWARD in self.faults) + self.bias
-        return whole
+        return apply(Sum, partial, self.group, True, REDUCED_IN_BACKWARD in self.faults) + self.bias
 
 
 class TeachingAttention(nn.Module):
@@ -112,8 +112,7 @@ class TeachingAttention(nn.Module):
         if SCORES_ACROSS_HEADS not in self.faults:
             context = context.permute(2, 0, 1, 3)
         context = context.flatten(2)
-        whole: Tensor = rejoined(context, self.group) if GATHER_WITHOUT_GRADIENT in self.faults else Rejoin.apply(context, self.group)
-        return whole
+        return rejoined(context, self.group) if GATHER_WITHOUT_GRADIENT in self.faults else apply(Rejoin, context, self.group)
 
 
 class TeachingMLP(nn.Module):
@@ -131,7 +130,7 @@ class TeachingMLP(nn.Module):
 
 
 class TeachingBlock(nn.Module):
-    """"Post-LN" block."""
+    """ "Post-LN" block."""
 
     def __init__(self, config: AllGatherAttentionBlockConfig, group: Group, faults: Collection[str]) -> None:
         super().__init__()

@@ -178,6 +178,23 @@ def test_recompute_of_a_plain_function_belongs_to_its_module(use_reentrant: bool
     assert seen[2:] == [("backward", "" if use_reentrant else "Recomputes")]
 
 
+def test_recompute_by_an_autograd_function_of_ones_own() -> None:
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            with torch.enable_grad():
+                dist.barrier()
+            dist.barrier()
+            return grad * 2
+
+    assert places(ledger_of(lambda: Again.apply(cotangent()).sum().backward())) == [("recompute", ""), ("backward", "")]
+
+
 def test_a_backward_that_builds_a_graph_is_no_recompute() -> None:
     def program() -> None:
         x = cotangent()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from tpverify.simulator.world import Simulation, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning")
 
+ROOT = Path(__file__).parents[1]
 NOT_COLLECTIVES = {
     "monitored_barrier",  # gloo only; torch refuses it on other backends
     "split_group",
@@ -253,8 +257,27 @@ def test_a_promise_never_used_is_recorded_and_not_kept() -> None:
     simulation = run(program)
     assert simulation.results == [1, 1]
     assert {record.hazards for record in simulation.ledger} == {("never waited",)}
-    # The registry is the thread's; a thread that gets a dead one's identity sees what it left behind.
-    assert run(lambda rank: torch._C._distributed_c10d._get_work_registry_size(), 8).results == [0] * 8
+
+
+@pytest.mark.parametrize("last", ["None", "torch.ones(dist.get_rank() + 1)"])
+def test_torchs_registry_of_promises_is_left_empty(last: str) -> None:
+    code = f"""
+import torch, torch.distributed as dist, torch.distributed._functional_collectives as funcol
+from tpverify.errors import SimulationError
+from tpverify.simulator.world import simulate
+def program():
+    promise = funcol.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    last = {last}
+    assert last is None or dist.all_reduce(last)
+try:
+    simulate(program, 2)
+except SimulationError:
+    pass
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "unwaited collective" not in done.stderr
 
 
 def test_differentiable_collectives() -> None:

@@ -13,9 +13,7 @@ NO_GRADIENT = "Expected attention.qkv.weight.grad to be there but rank 0 left No
 EXTRA = "Expected no further collective in backward but got all_reduce(SUM, float64[1, 1, 4]) in backward of mlp.fc2 at "
 MISSING = "Expected 1 all_reduce of 4 elements in backward of {} but got 0: "
 OTHER_FUNCTION = "Expected module attention to compute what the reference's does but, given the same input, it returns something else"
-OTHER_INPUT = (
-    "Expected module norm1 to be given what the reference's is given but its input differs, and no module before it is at fault"
-)
+OTHER_INPUT = "Expected module norm1 to be given what the reference's is given but its input differs, and no module before it is at fault"
 
 
 def verify(subject: tpv.Subject, *checks: str) -> tpv.Result:

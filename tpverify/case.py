@@ -6,6 +6,7 @@ import ast
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from tpverify.errors import CaseError
@@ -43,6 +44,8 @@ class Case:
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
             raise CaseError(f"Expected a world size of at least 1 but got world_size={self.world_size!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise CaseError(f"Expected an integer but got seed={self.seed!r}")
         for name, allowed in (("values", VALUES), ("layout", LAYOUTS), ("groups", GROUPS)):
             if getattr(self, name) not in allowed:
                 raise CaseError(f"Expected one of {', '.join(allowed)} but got {name}={getattr(self, name)!r}")
@@ -57,7 +60,14 @@ class Case:
 
 
 def short_repr(value: Any) -> str:
-    """An evaluable repr that leaves out a dataclass's fields that have their default value."""
+    """An evaluable repr that leaves out a dataclass's fields that have their default value; enum members as ``Class.NAME``."""
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if type(value) in (tuple, list):
+        inside = ", ".join(short_repr(item) for item in value)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{short_repr(key)}: {short_repr(item)}' for key, item in value.items())}}}"
     if not dataclasses.is_dataclass(value) or isinstance(value, type) or not vars(type(value))["__dataclass_params__"].repr:
         return repr(value)
     parts = []
@@ -72,17 +82,14 @@ def parse_case(text: str, config_types: Mapping[str, type]) -> Case:
     """Read back ``repr(case)`` without evaluating code.
 
     Args:
-        text: ``Case('name', SomeConfig(...), world_size=2, ...)``; config arguments must be literals or nested configs.
-        config_types: the dataclasses that may appear, by class name.
+        text: ``Case('name', SomeConfig(...), world_size=2, ...)``; config arguments must be literals, enum members or
+            nested configs.
+        config_types: the dataclasses and enums that may appear, by class name.
 
     Raises:
         CaseError: the text is not of that form.
     """
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}") from error
-    case = _build(tree, {**config_types, "Case": Case}, text)
+    case = _build(_parsed(text), {**config_types, "Case": Case}, text)
     if not isinstance(case, Case):
         raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}")
     return case
@@ -90,16 +97,20 @@ def parse_case(text: str, config_types: Mapping[str, type]) -> Case:
 
 def subject_of(text: str) -> str:
     """The subject's name in the text of a case, read before the config's type is known."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        tree = None
+    tree = _parsed(text)
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "Case":
         named = [keyword.value for keyword in tree.keywords if keyword.arg == "subject"]
         for node in [*tree.args[:1], *named]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 return node.value
     raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}")
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # null bytes, and nesting without end, among others
+        raise CaseError(f"Expected the text of a case, Case('subject', Config(...), world_size=N), but got {text!r}") from error
 
 
 def _build(node: ast.expr, types: Mapping[str, type], text: str) -> Any:
@@ -109,14 +120,31 @@ def _build(node: ast.expr, types: Mapping[str, type], text: str) -> Any:
             known = ", ".join(sorted(types)) or "none"
             raise CaseError(f"Expected one of the classes {known} but got {name!r} in {text!r}")
         args = [_build(arg, types, text) for arg in node.args]
-        kwargs = {keyword.arg: _build(keyword.value, types, text) for keyword in node.keywords if keyword.arg}
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise CaseError(f"Expected arguments by name but got ** in {text!r}")
+        kwargs = {str(keyword.arg): _build(keyword.value, types, text) for keyword in node.keywords}
         try:
             return types[name](*args, **kwargs)
-        except TypeError as error:
+        except CaseError:
+            raise
+        except Exception as error:
             raise CaseError(f"Expected arguments that {name} accepts but got {ast.unparse(node)!r}: {error}") from error
-    if isinstance(node, ast.Tuple):
-        return tuple(_build(element, types, text) for element in node.elts)
+    if isinstance(node, (ast.Tuple, ast.List)):
+        items = [_build(element, types, text) for element in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Dict) and all(node.keys):
+        keys = [_build(key, types, text) for key in node.keys if key]
+        try:
+            return dict(zip(keys, (_build(value, types, text) for value in node.values), strict=True))
+        except TypeError as error:
+            raise CaseError(f"Expected keys that can be hashed but got {ast.unparse(node)!r} in {text!r}") from error
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        members = types.get(node.value.id)
+        if isinstance(members, type) and issubclass(members, Enum) and node.attr in members.__members__:
+            return members[node.attr]
+    if ast.unparse(node) in ("inf", "-inf", "nan"):
+        return float(ast.unparse(node))
     try:
         return ast.literal_eval(node)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise CaseError(f"Expected literals only but got {ast.unparse(node)!r} in {text!r}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tpverify.case import short_repr
 from tpverify.errors import SubjectError
 
 
@@ -15,19 +16,19 @@ from tpverify.errors import SubjectError
 class Config:
     """A frozen set of named plain values: ``Config(batch=2, features=4).features == 4``."""
 
-    values: tuple[tuple[str, Any], ...]
+    _values: tuple[tuple[str, Any], ...]
 
     def __init__(self, **values: Any) -> None:
-        object.__setattr__(self, "values", tuple(values.items()))
+        object.__setattr__(self, "_values", tuple(values.items()))
 
     def __getattr__(self, name: str) -> Any:
-        for known, value in self.__dict__.get("values", ()):
+        for known, value in self.__dict__.get("_values", ()):
             if known == name:
                 return value
-        raise AttributeError(f"Expected one of {', '.join(known for known, _ in self.__dict__.get('values', ()))} but got {name!r}")
+        raise AttributeError(f"Expected one of {', '.join(known for known, _ in self.__dict__.get('_values', ()))} but got {name!r}")
 
     def __repr__(self) -> str:
-        return f"Config({', '.join(f'{name}={value!r}' for name, value in self.values)})"
+        return f"Config({', '.join(f'{name}={short_repr(value)}' for name, value in self._values)})"
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
 
 from tpverify.case import Case, parse_case, subject_of
 from tpverify.config import Config
+from tpverify.description import check_subject
 from tpverify.errors import CaseError, SubjectError
 from tpverify.subjects.subject import Subject
 
@@ -48,7 +51,7 @@ def load_subject(name: str) -> Subject:
                 f"Expected an importable module but got {module_name!r}: no such module in {os.getcwd()} or on sys.path"
             ) from error
         raise SubjectError(f"Expected {module_name!r} to import but it needs a module that is missing: {error.name}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SubjectError(f"Expected {module_name!r} to import but it raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -61,15 +64,24 @@ def load_subject(name: str) -> Subject:
 
 
 def addressed(subject: Subject) -> Subject:
-    """The subject under a name that ``tpverify replay`` understands, where it can be found in an imported module."""
+    """The subject under a name that ``tpverify replay`` understands, where it can be found in an imported module.
+
+    Raises:
+        SubjectError: ``subject`` is none.
+    """
+    check_subject(subject)
     if ":" in subject.name or builtin_subjects().get(subject.name) is subject:
         return subject
-    for module_name, module in list(sys.modules.items()):
+    # A module that only imports the subject may not be importable by name: the home of its functions comes first.
+    homes = [getattr(function, "__module__", "") for function in (subject.parallel, subject.reference, subject.inputs)]
+    modules = {name: sys.modules[name] for name in homes if name in sys.modules} | sys.modules
+    for module_name, module in modules.items():
         if module_name == "__main__" or module_name.startswith("tpverify."):
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is subject:
-                return dataclasses.replace(subject, name=f"{module_name}:{attribute}")
+                renamed: Subject = dataclasses.replace(subject, name=f"{module_name}:{attribute}")
+                return renamed
     return subject
 
 
@@ -85,15 +97,27 @@ def read_case(text: str) -> tuple[Subject, Case]:
 
 
 def config_types(subject: Subject) -> dict[str, type]:
-    """The dataclasses that the subject's functions can see, by class name."""
-    found: dict[str, type] = {"Config": Config}
+    """The dataclasses and enums that the subject's functions, its module and these classes' modules can see, by class name."""
+    found: dict[str, type] = {}
+    spaces: list[Mapping[str, Any]] = [vars(sys.modules[subject.name.partition(":")[0]])] if _is_imported(subject) else []
     for function in (subject.reference, subject.parallel, subject.inputs, subject.configs, subject.outputs):
         target = inspect.unwrap(function) if callable(function) else function
         module = sys.modules.get(getattr(target, "__module__", None) or "")
-        spaces = [getattr(target, "__globals__", {}), vars(module) if module else {}]
-        for space in spaces:
-            found.update({name: value for name, value in space.items() if isinstance(value, type) and dataclasses.is_dataclass(value)})
-    return found
+        spaces += [getattr(target, "__globals__", {}), vars(module) if module else {}]
+    for space in spaces:
+        found |= _config_classes(space)
+    for home in sorted({value.__module__ for value in found.values()} & set(sys.modules)):
+        found = _config_classes(vars(sys.modules[home])) | found
+    return found | {"Config": Config}
+
+
+def _is_imported(subject: Subject) -> bool:
+    return ":" in subject.name and subject.name.partition(":")[0] in sys.modules
+
+
+def _config_classes(space: Mapping[str, Any]) -> dict[str, type]:
+    classes = {name: value for name, value in list(space.items()) if isinstance(value, type)}
+    return {name: value for name, value in classes.items() if dataclasses.is_dataclass(value) or issubclass(value, Enum)}
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,7 +22,7 @@ def named_tensors(output: Any) -> dict[str, torch.Tensor]:
     None and plain numbers are passed over, so that ``(output, None)`` compares with ``output``.
 
     Raises:
-        SubjectError: anything but tensors, tuples, lists and mappings.
+        SubjectError: anything but tensors, tuples, lists, mappings and dataclasses.
     """
     found = dict(_walk(output, "output"))
     return {"output": next(iter(found.values()))} if len(found) == 1 else found
@@ -36,8 +37,12 @@ def _walk(output: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(output, Mapping):
         for key, item in output.items():
             yield from _walk(item, f"{label}[{key}]")
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _walk(getattr(output, field.name), f"{label}[{field.name}]")
     elif output is not None and not isinstance(output, (bool, int, float, str)):
-        raise SubjectError(f"Expected an output of tensors, tuples, lists and mappings but got {label} of type {type(output).__name__}")
+        kinds = "tensors, tuples, lists, mappings and dataclasses"
+        raise SubjectError(f"Expected an output of {kinds} but got {label} of type {type(output).__name__}")
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

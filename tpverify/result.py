@@ -32,8 +32,8 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """True if at least one case ran and no check was violated."""
-        return self.cases_run > 0 and not self.violations
+        """True if at least one check had a case to look at and none was violated."""
+        return self.cases_run > 0 and any(self.checks.values()) and not self.violations
 
     def as_dict(self) -> dict[str, Any]:
         """The result as JSON-ready data; ``seconds`` is left out so that equal seeds give equal documents."""

@@ -66,6 +66,7 @@ class Run:
         inputs: the logical inputs, by name.
         uses: reference only: the gradient of each use of a tied parameter, by the name under which it is used.
         replayed: traced reference only: what its submodules return for the parallel module's inputs, by path.
+        random: reference only: whether its forward drew random numbers, as dropout does.
         depth: reference only: number of modules that may follow one another, for the tolerance.
         terms: reference only: length of the longest sum, for the tolerance.
     """
@@ -76,6 +77,7 @@ class Run:
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     uses: dict[str, torch.Tensor] = field(default_factory=dict)
     replayed: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    random: bool = False
     depth: int = 1
     terms: int = 1
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpverify import modules, values
 from tpverify.case import Case
 from tpverify.current_group import use_tp_group
+from tpverify.description import check_description, check_subject
 from tpverify.errors import SimulationError, SubjectError
 from tpverify.ledger.ledger import Ledger
 from tpverify.run import Comparison, ModuleCall, Placed, RankRun, Run
@@ -26,11 +26,9 @@ from tpverify.simulator.endpoint import Capture
 from tpverify.simulator.world import run_world
 from tpverify.subjects.subject import Input, Subject
 from tpverify.trace import replay, tracing
-
-RankProgram = Callable[[Subject, Case, "Logical", int, bool], RankRun]
+from tpverify.world import World
 
 CASE_TIMEOUT = 60.0
-DTYPE = torch.float64
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ def run_both(
     traced: bool = False,
     schedule: int | None = None,
     reduction_order: str = "rank",
+    world: World | None = None,
 ) -> tuple[Comparison, ...]:
     """Run a case; one comparison per TP group in the world.
 
@@ -74,31 +73,35 @@ def run_both(
         timeout: seconds for all ranks together.
         traced: whether to capture what goes into and comes out of every submodule.
         schedule, reduction_order: see :func:`tpverify.simulate`; correct code does not depend on them, but for rounding.
+        world: what executes the ranks; None = the simulator.
 
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
     """
-    _check_config(case.config)
+    check_subject(subject)
+    check_description(subject, case)
     layouts = group_layouts(case)
-    rejected = subject.rejects is not None and subject.rejects(case.config, case.world_size)
-    sides = [
-        _unrun_reference(subject, case, group) if rejected else run_reference(subject, case, group, traced) for group in range(len(layouts))
-    ]
-    program = try_rank if rejected else run_rank
-    ledger, results, failure = run_world(
-        _rank_program(subject, case, [side.logical for side in sides], layouts, program, traced),
-        sum(len(members) for members in layouts),
-        args=(),
-        seed=case.seed,
-        timeout=timeout,
-        rank_local=subject.rank_local,
-        capture=_capture(subject, case),
-        schedule=schedule,
-        reduction_order=reduction_order,
+    sides = [_reference_side(subject, case, group, traced) for group in range(len(layouts))]
+    program = _rank_program(subject, case, {group: side.logical for group, side in enumerate(sides)}, traced)
+    ledger, results, failure = (
+        world.run(subject, case, traced=traced, timeout=timeout)
+        if world is not None
+        else run_world(
+            program,
+            sum(len(members) for members in layouts),
+            args=(),
+            seed=case.seed,
+            timeout=timeout,
+            rank_local=subject.rank_local,
+            capture=capture_of(subject, case),
+            schedule=schedule,
+            reduction_order=reduction_order,
+        )
     )
     cause = getattr(failure, "exception", None)
     if isinstance(cause, SubjectError):
-        raise SubjectError(f"subject {subject.name}: {cause}") from cause
+        shared = "; two TP groups share the world here: does every module use tpverify.tp_group()?" if case.groups != "world" else ""
+        raise SubjectError(f"subject {subject.name}: {cause} (on {case!r}{shared})") from cause
     comparisons = []
     for members, side in zip(layouts, sides, strict=True):
         parallel = _group_run(members, results, ledger, failure)
@@ -125,58 +128,79 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Ref
         SubjectError: building, forward or backward raises.
     """
     try:
-        with torch.random.fork_rng(devices=[]), _default_dtype():
+        with torch.random.fork_rng(devices=[]), _default_dtype(subject.precision):
             torch.manual_seed(case.seed)
-            module = subject.reference(case.config)
+            module = _module("reference", subject.reference(case.config))
             logical = _draw(subject, case, group, module)
             modules.load_logical(module, logical.parameters)
-            leaves = {name: _leaf(logical.inputs[name], spec, case.layout) for name, spec in logical.specs.items()}
+            leaves = {name: _leaf(logical.inputs[name], spec, case.layout, subject.precision) for name, spec in logical.specs.items()}
             calls: dict[str, ModuleCall] = {}
+            state = torch.get_rng_state()
             with tracing(module, calls) if traced else contextlib.nullcontext():
                 outputs = modules.named_tensors(module(*leaves.values()))
+            random = not torch.equal(state, torch.get_rng_state())
+            if not outputs:
+                raise SubjectError(f"Expected the reference of {subject.name} to return at least one tensor but it returned none")
             for label, output in outputs.items():
                 logical.cotangents[label] = values.draw_cotangent(case, group, label, output.shape)
             _backward(outputs, logical.cotangents, case.layout)
-            uses = _uses(module, logical, case.layout)
+            uses = _uses(module, logical, case.layout, subject.precision)
     except SubjectError:
         raise
-    except Exception as error:
-        raise SubjectError(
-            f"Expected the reference of {subject.name} to run but it raised {type(error).__name__}: {error} on {case!r}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raised = f"{type(error).__name__}: {error} on {case!r}{_precision_hint(subject, error)}"
+        raise SubjectError(f"Expected the reference of {subject.name} to run but it raised {raised}") from error
     names = modules.named_parameters(module)
     run = Run(
         [_collect(module, leaves, logical, dict.fromkeys(names, Placement(Replicate())))], Ledger(()), inputs=logical.inputs, uses=uses
     )
     run.ranks[0].outputs = {label: Placed(output.detach().clone(), Replicate()) for label, output in outputs.items()}
     run.ranks[0].calls = calls
+    run.random = random
     run.depth = 2 + sum(1 for _ in module.modules())
     sizes = [max(tensor.shape, default=1) for tensor in logical.parameters.values()]
     run.terms = max([1, *sizes, *(tensor.numel() for tensor in logical.inputs.values())])
     return Reference(module, logical, run)
 
 
+def _is_rejected(subject: Subject, case: Case) -> bool:
+    return subject.rejects is not None and subject.rejects(case.config, case.world_size)
+
+
+def _reference_side(subject: Subject, case: Case, group: int, traced: bool) -> Reference:
+    return _unrun_reference(subject, case, group) if _is_rejected(subject, case) else run_reference(subject, case, group, traced)
+
+
 def _unrun_reference(subject: Subject, case: Case, group: int) -> Reference:
     """For a case that must be refused: the reference may not be able to run it, but the ranks need something to start from."""
-    with torch.random.fork_rng(devices=[]), _default_dtype():
+    with torch.random.fork_rng(devices=[]), _default_dtype(subject.precision):
         module = nn.Module()
         logical = _draw(subject, case, group, module)
     return Reference(module, logical, Run([], Ledger(())))
 
 
-def _check_config(config: Any) -> None:
-    if not hasattr(type(config), "__dataclass_params__") or not type(config).__dataclass_params__.frozen:
-        raise SubjectError(f"Expected a config that is a frozen dataclass but got config={config!r} of type {type(config).__name__}")
-    try:
-        pickle.dumps(config)
-    except Exception as error:
-        raise SubjectError(f"Expected a config of plain values that pickle can store but got config={config!r}: {error}") from error
+def _precision_hint(subject: Subject, error: BaseException) -> str:
+    return f" (inputs are {subject.precision}: see Subject.precision)" if "dtype" in str(error) else ""
+
+
+def _module(side: str, built: Any) -> nn.Module:
+    if not isinstance(built, nn.Module):
+        raise SubjectError(f"Expected {side}(config) to return a torch.nn.Module but got {built!r}")
+    return built
+
+
+def _check_lookup(subject: Subject, case: Case, module: nn.Module) -> None:
+    """A path that matches no module would switch the ``vocabulary`` check off without a word."""
+    lookup = subject.vocabulary(case.config).lookup if subject.vocabulary else ""
+    paths = [path for path, _ in module.named_modules()]
+    if lookup and not any(fnmatchcase(path, lookup) for path in paths):
+        raise SubjectError(f"Expected the vocabulary's lookup={lookup!r} to match a module's path but got {', '.join(map(repr, paths))}")
 
 
 @contextlib.contextmanager
-def _default_dtype() -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -194,19 +218,21 @@ def _draw(subject: Subject, case: Case, group: int, module: nn.Module) -> Logica
     vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
     inputs = {}
     for name, spec in specs.items():
-        shards = _id_shards(subject, case, specs)
+        shards = _id_shards(subject, case, specs, parameters)
         spiked = vocabulary is not None and name == vocabulary.logits
         inputs[name] = values.draw_input(case, group, name, spec, shards, spiked)
     return Logical(parameters, inputs, specs, {})
 
 
-def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input]) -> list[list[int]]:
+def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input], parameters: Iterable[str]) -> list[list[int]]:
     """The vocabulary ids that each rank owns."""
     vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
     if vocabulary is None:
         highest = max((spec.high for spec in specs.values()), default=0)
         return [list(range(highest))]
-    layouts = [placement.value for pattern, placement in subject.placements_for(case.config).items() if pattern in vocabulary.parameters]
+    names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in vocabulary.parameters)]
+    placements = subject.placements_for(case.config)
+    layouts = [placement.value for name in names for pattern, placement in placements.items() if fnmatchcase(name, pattern)]
     if vocabulary.logits:
         layouts.append(specs[vocabulary.logits].placements.value)
     layout: Layout = layouts[0] if layouts else Replicate()
@@ -216,11 +242,22 @@ def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input]) -> list
     return [[index for index in indices if index >= 0] for indices in owned]
 
 
-def _rank_program(
-    subject: Subject, case: Case, logical: Sequence[Logical], layouts: Sequence[tuple[int, ...]], run: RankProgram, traced: bool
-) -> Any:
+def rank_program(subject: Subject, case: Case, rank: int, traced: bool) -> Callable[[], RankRun]:
+    """What one rank runs where ranks share nothing: the logical tensors of its own TP group are drawn here once more.
+
+    Args:
+        rank: global rank.
+    """
+    group = next(index for index, members in enumerate(group_layouts(case)) if rank in members)
+    return _rank_program(subject, case, {group: _reference_side(subject, case, group, traced=False).logical}, traced)
+
+
+def _rank_program(subject: Subject, case: Case, logical: Mapping[int, Logical], traced: bool) -> Callable[[], RankRun]:
+    layouts = group_layouts(case)
+    run = try_rank if _is_rejected(subject, case) else run_rank
+
     def program() -> RankRun:
-        torch.set_default_dtype(DTYPE)
+        torch.set_default_dtype(subject.precision)
         me = dist.get_rank()
         groups = [dist.new_group(list(members)) for members in layouts] if len(layouts) > 1 else [None]
         index = next(i for i, members in enumerate(layouts) if me in members)
@@ -235,7 +272,7 @@ def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
     module = subject.parallel(case.config)
     with contextlib.suppress(SubjectError):
         leaves = [
-            _leaf(shard(logical.inputs[name], spec.placements.value, rank, case.world_size), spec, case.layout)
+            _leaf(shard(logical.inputs[name], spec.placements.value, rank, case.world_size), spec, case.layout, subject.precision)
             for name, spec in logical.specs.items()
         ]
         module(*leaves)
@@ -245,7 +282,8 @@ def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
 def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: bool) -> RankRun:
     """One rank's program: build, load, forward, backward, finalise, collect."""
     size = case.world_size
-    module = subject.parallel(case.config)
+    module = _module("parallel", subject.parallel(case.config))
+    _check_lookup(subject, case, module)
     current = recorder.current()
     if current is not None:
         current.name_modules(module)
@@ -254,7 +292,7 @@ def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
     modules.check_complete(logical.parameters, placements, patterns, rank)
     modules.load_shards(module, logical.parameters, placements, rank, size)
     leaves = {
-        name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout)
+        name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout, subject.precision)
         for name, spec in logical.specs.items()
     }
     calls: dict[str, ModuleCall] = {}
@@ -290,10 +328,10 @@ def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch
     return by_label | own
 
 
-def _leaf(tensor: torch.Tensor, spec: Input, layout: str) -> torch.Tensor:
+def _leaf(tensor: torch.Tensor, spec: Input, layout: str, dtype: torch.dtype) -> torch.Tensor:
     if spec.kind != "normal":
         return tensor.clone()
-    return values.laid_out(tensor.clone(), layout).requires_grad_(spec.requires_grad)
+    return values.laid_out(tensor.to(dtype, copy=True), layout).requires_grad_(spec.requires_grad)
 
 
 def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torch.Tensor], layout: str) -> None:
@@ -322,19 +360,19 @@ def _collect(module: nn.Module, leaves: Mapping[str, torch.Tensor], logical: Log
     )
 
 
-def _uses(module: nn.Module, logical: Logical, layout: str) -> dict[str, torch.Tensor]:
+def _uses(module: nn.Module, logical: Logical, layout: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """For every name of a tied parameter, the gradient that this use alone contributes."""
     tied = [name for names in modules.ties(module) for name in names]
     if not tied:
         return {}
     untied = {name: parameter.detach().clone().requires_grad_() for name, parameter in modules.named_parameters(module).items()}
-    leaves = [_leaf(logical.inputs[name], spec, layout) for name, spec in logical.specs.items()]
+    leaves = [_leaf(logical.inputs[name], spec, layout, dtype) for name, spec in logical.specs.items()]
     output = torch.func.functional_call(module, untied, tuple(leaves), tie_weights=False)
     _backward(modules.named_tensors(output), logical.cotangents, layout)
     return {name: gradient for name in tied if (gradient := untied[name].grad) is not None}
 
 
-def _capture(subject: Subject, case: Case) -> Capture | None:
+def capture_of(subject: Subject, case: Case) -> Capture | None:
     """Keep what each rank contributes to the reduction of a vocabulary lookup, for the ``vocabulary`` check."""
     vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
     if vocabulary is None or not vocabulary.lookup:

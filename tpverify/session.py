@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -82,13 +83,21 @@ class Session:
         """All findings, in the checks' order, and the checks that had something to look at."""
         found: dict[tuple[str, Finding], None] = {}
         applied: set[str] = set()
-        for comparison in run_both(self.subject, case, self.timeout, traced=traced):
+        comparisons = run_both(self.subject, case, self.timeout, traced=traced)
+        for comparison in comparisons:
             self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
             for name, findings in apply(self.checks, comparison).items():
                 if findings is not None:
                     applied.add(name)
-                found.update(dict.fromkeys((name, finding) for finding in findings or ()))
+                for finding in findings or ():
+                    found[name, _within(finding, comparison.members) if len(comparisons) > 1 else finding] = None
         return found, applied
+
+
+def _within(finding: Finding, members: Sequence[int]) -> Finding:
+    """Of two TP groups that share the world, which one."""
+    group = f"(the TP group of global ranks {', '.join(str(rank) for rank in members)})"
+    return dataclasses.replace(finding, message=f"{finding.message}\n{group}")
 
 
 def violation(subject: Subject, case: Case, check: str, finding: Finding) -> Violation:

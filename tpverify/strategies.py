@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+from hypothesis.errors import HypothesisException, InvalidArgument
 
 from tpverify.case import Case
+from tpverify.description import check_description
 from tpverify.errors import CaseError, SubjectError
 from tpverify.subjects.subject import Subject
 
@@ -17,9 +19,10 @@ ALL_WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8)
 
 def world_sizes(allowed: Sequence[int] = ALL_WORLD_SIZES) -> st.SearchStrategy[int]:
     """TP degrees; shrinks to the smallest."""
-    if not allowed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in allowed):
-        raise CaseError(f"Expected world sizes of at least 1 but got world_sizes={tuple(allowed)!r}")
-    return st.sampled_from(sorted(set(allowed)))
+    sizes = tuple(allowed) if isinstance(allowed, Iterable) and not isinstance(allowed, str) else ()
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise CaseError(f"Expected one or more world sizes of at least 1, as in (1, 2, 4), but got world_sizes={allowed!r}")
+    return st.sampled_from(sorted(set(sizes)))
 
 
 def seeds() -> st.SearchStrategy[int]:
@@ -73,7 +76,16 @@ def configs_of(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
 def cases(draw: st.DrawFn, subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> Case:
     """Cases of a subject; shrink to one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0."""
     world_size = draw(world_sizes(allowed))
-    config = draw(configs_of(subject, world_size))
+    try:
+        config = draw(configs_of(subject, world_size))
+    except InvalidArgument as error:
+        raise SubjectError(f"Expected configs of subject {subject.name} to be a valid strategy but Hypothesis says: {error}") from error
+    except (HypothesisException, SubjectError):
+        raise
+    except (Exception, SystemExit) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise SubjectError(f"Expected configs of subject {subject.name} to draw for world_size={world_size} but it raised {got}") from error
+    check_description(subject, Case(subject.name, config, world_size))
     return Case(
         subject=subject.name,
         config=config,

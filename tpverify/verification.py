@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -11,12 +12,12 @@ from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, Unsatisfiable
 
 from tpverify import options
 from tpverify.case import Case
 from tpverify.checks.catalogue import describe_checks
-from tpverify.errors import CaseError
+from tpverify.errors import CaseError, SubjectError
 from tpverify.lookup import addressed, builtin_subjects, load_subject, read_case
 from tpverify.result import Result
 from tpverify.run import Comparison
@@ -45,6 +46,9 @@ CASES_AFTER_FAILURE = 20
 
 REPEATS = 4
 """Hypothesis may draw this many times the cases asked for, since it draws some of them again."""
+
+SECONDS_AFTER_FAILURE = 300.0
+"""How long drawing and shrinking may go on once a case has failed; cases are quick, so only a very slow subject gets there."""
 
 MOST_SHRUNK = 12
 """How many different failures are shrunk, each by itself."""
@@ -95,6 +99,8 @@ def verify(
     """
     if isinstance(max_examples, bool) or not isinstance(max_examples, int) or max_examples < 0:
         raise CaseError(f"Expected max_examples to be at least 0 but got max_examples={max_examples!r}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise CaseError(f"Expected seed to be None or an integer of at least 0 but got seed={seed!r}")
     started = time.monotonic()
     session = Session(addressed(subject), checks, world, timeout)
     explorer = _Explorer(session, world_sizes, max_examples, 0 if seed is None else seed)
@@ -111,6 +117,7 @@ class _Explorer:
         self._cases = cases(session.subject, world_sizes)
         self._max_examples = max_examples
         self._seed = seed
+        self._patience = math.inf
         self._order = list(session.checks)
 
     def explore(self, progress: Callable[[int, int], None] | None) -> dict[Key, Case]:
@@ -120,12 +127,13 @@ class _Explorer:
 
         def explore(case: Case) -> None:
             nonlocal left
-            if left <= 0 or self._session.timed_out:
+            if left <= 0 or self._session.timed_out or time.monotonic() > self._patience:
                 raise _Enough
             before = self._session.cases_run
             violations = self._session.run(case)
             left -= self._session.cases_run - before
             if violations:
+                self._patience = min(self._patience, time.monotonic() + SECONDS_AFTER_FAILURE)
                 left = min(left, CASES_AFTER_FAILURE)
             for violation in violations:
                 known = smallest.get(key_of(violation))
@@ -146,7 +154,7 @@ class _Explorer:
         for key in [*first_of_check.values(), *(key for key in keys if key not in first_of_check.values())]:
             if key in reported:
                 continue
-            shrunk = len(reported) < MOST_SHRUNK and not self._session.timed_out
+            shrunk = len(reported) < MOST_SHRUNK and not self._session.timed_out and time.monotonic() < self._patience
             case = self._shrink(key, shown[key]) if shrunk else shown[key]
             for violation in self._session.run(case):
                 if violation.check == key[0] and key_of(violation) not in reported or key_of(violation) == key:
@@ -161,9 +169,12 @@ class _Explorer:
 
         def show(case: Case) -> None:
             nonlocal smallest
-            if any(key_of(violation) == key for violation in self._session.run(case)):
-                smallest = case
-                raise _Shown
+            if time.monotonic() > self._patience:
+                return  # what fails no longer is flaky to Hypothesis, which ends there
+            with contextlib.suppress(SubjectError):  # a smaller case may be one that the reference cannot run
+                if any(key_of(violation) == key for violation in self._session.run(case)):
+                    smallest = case
+                    raise _Shown
 
         try:
             self._drive(show, (Phase.generate, Phase.shrink))
@@ -183,7 +194,11 @@ class _Explorer:
             verbosity=hypothesis.Verbosity.quiet,
         )
         test = hypothesis.seed(self._seed)(config(given(self._cases)(function)))
-        test()
+        try:
+            test()
+        except Unsatisfiable as error:
+            name = self._session.subject.name
+            raise SubjectError(f"Expected configs of subject {name} to hold at least one config but none could be drawn") from error
 
 
 def run_case(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT) -> Comparison:
@@ -254,7 +269,7 @@ def property_test(
         checks: ids of the checks to apply; None = all.
     """
     chosen = os.environ.get(options.WORLD_SIZES_VARIABLE)
-    allowed = world_sizes or (options.parse_world_sizes(chosen) if chosen else ALL_WORLD_SIZES)
+    allowed = world_sizes if world_sizes is not None else (options.parse_world_sizes(chosen) if chosen else ALL_WORLD_SIZES)
     session = Session(addressed(subject), checks, os.environ.get(options.WORLD_VARIABLE, options.WORLDS[0]))
 
     def holds(case: Case) -> None:
@@ -266,7 +281,7 @@ def property_test(
     # The first operation of a process takes seconds, so no deadline fits; the report explains, so Hypothesis need not trace lines.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
     unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
-    driven = unhurried(given(cases(session.subject, tuple(allowed)))(holds))
+    driven = unhurried(given(cases(session.subject, allowed))(holds))
 
     def test() -> None:
         __tracebackhide__ = True

@@ -41,6 +41,8 @@ def selected(names: Collection[str] | None) -> dict[str, Check]:
     """
     if names is None:
         return dict(CHECKS)
+    if isinstance(names, str) or not names:
+        raise CaseError(f"Expected one or more checks, as in checks=('forward',), but got checks={names!r}")
     for name in names:
         if name not in CHECKS:
             raise CaseError(f"Expected one of {', '.join(CHECKS)} but got check={name!r}")

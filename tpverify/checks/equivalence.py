@@ -14,11 +14,14 @@ def forward(comparison: Comparison) -> list[Finding] | None:
     if not comparison.parallel.ranks or not comparison.reference.ranks:
         return None
     expected = comparison.reference.ranks[0].outputs
-    findings: list[Finding] = []
+    other: dict[tuple[str, ...], list[int]] = {}
     for rank, run in enumerate(comparison.parallel.ranks):
         if set(run.outputs) != set(expected):
-            message = f"Expected the outputs {', '.join(expected) or 'none'} but rank {rank} returned {', '.join(run.outputs) or 'none'}"
-            findings.append(Finding((rank,), "output", message))
+            other.setdefault(tuple(run.outputs), []).append(rank)
+    findings = [
+        Finding(tuple(ranks), "output", f"Expected the outputs {', '.join(expected)} but got {', '.join(labels) or 'none'}")
+        for labels, ranks in other.items()
+    ]
     for label, placed in expected.items():
         assert placed.local is not None
         actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].outputs, label)

@@ -27,6 +27,8 @@ def execution(comparison: Comparison) -> list[Finding] | None:
     if error.ranks and not ranks:
         return []
     diagnosis = ""
+    if isinstance(error, RankError) and "dtype" in str(error.exception):
+        diagnosis = f"modules are built and run in {comparison.subject.precision}: the subject's precision changes that"
     if isinstance(error, RankError) and _SAVED in str(error.exception):
         diagnosis = (
             "a collective in place over a tensor that autograd saved fits this: real backends compute wrong gradients without a word"

@@ -10,7 +10,7 @@ import torch
 from tpverify.checks.diagnosis import diagnose
 from tpverify.run import Comparison, Placed
 from tpverify.sharding import Partial, Replicate, describe, shard
-from tpverify.tolerance import compare, tolerance
+from tpverify.tolerance import compare, tolerance, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ Check = Callable[[Comparison], "list[Finding] | None"]
 
 
 def bound_of(comparison: Comparison) -> float:
-    """Largest relative error of correct code; 0 where arithmetic is exact."""
-    if comparison.case.values == "integers" and comparison.subject.exact_for(comparison.case.config):
+    """Largest relative error of correct code; 0 where arithmetic is exact, which half precisions are not even on small integers."""
+    wide = unit_roundoff(comparison.subject.precision) <= 2.0**-24
+    if wide and comparison.case.values == "integers" and comparison.subject.exact_for(comparison.case.config):
         return 0.0
     return tolerance(comparison.subject.precision, comparison.reference.depth, comparison.reference.terms)
 
@@ -76,14 +77,46 @@ def compare_placed(
         if text:
             where = f"{describe(placed.layout, size)}, " if not summed else "Partial, summed over ranks, "
             findings.setdefault(f"{text}\n({where}world size {size})", []).append(rank)
-    diagnosis = diagnose(label, expected, actual, size, bound_of(comparison), _vectors(comparison)) if findings else ""
+    diagnosis = _diagnosis(comparison, label, expected, actual, rms) if findings else ""
     return [Finding(tuple(ranks), label, message, diagnosis) for message, ranks in _merged(findings).items()]
+
+
+def _diagnosis(comparison: Comparison, label: str, expected: torch.Tensor, actual: Mapping[int, Placed], rms: float) -> str:
+    """What may explain a difference: chance, rounding, or else an exact pattern."""
+    if comparison.reference.random:
+        return "the reference draws random numbers in forward, as dropout does: results can agree only where both sides draw the same"
+    wide = {rank: Placed(None if placed.local is None else _wide(placed.local), placed.layout) for rank, placed in actual.items()}
+    return _rounding(comparison, expected, wide, rms) or diagnose(
+        label, _wide(expected), wide, comparison.case.world_size, bound_of(comparison), _vectors(comparison)
+    )
+
+
+def _rounding(comparison: Comparison, expected: torch.Tensor, actual: Mapping[int, Placed], rms: float) -> str:
+    """Whether the rounding of a narrower dtype, or of any dtype where exactness was promised, explains every difference."""
+    exact = bound_of(comparison) == 0.0
+    dtype = comparison.subject.precision if exact else torch.float32
+    if not expected.is_floating_point() or (dtype is comparison.subject.precision and not exact):
+        return ""
+    bound = tolerance(dtype, comparison.reference.depth, comparison.reference.terms)
+    for rank, placed in actual.items():
+        part = shard(expected, placed.layout, rank, comparison.case.world_size)
+        if placed.local is None or isinstance(placed.layout, Partial) or placed.local.shape != part.shape:
+            return ""
+        if compare(placed.local, part, bound=bound, scale=rms * part.numel() ** 0.5) is not None:
+            return ""
+    if exact:
+        return f"{dtype} rounding fits this: exact=True promises arithmetic without rounding on small integers"
+    return f"{dtype} rounding fits this: if the code is meant to compute in it, the subject needs precision={dtype}"
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_complex() else tensor.double()
 
 
 def _vectors(comparison: Comparison) -> dict[str, torch.Tensor]:
     """The logical parameters that are vectors: biases, norm weights."""
     parameters = comparison.reference.ranks[0].parameters
-    return {name: placed.local for name, placed in parameters.items() if placed.local is not None and placed.local.dim() == 1}
+    return {name: _wide(placed.local) for name, placed in parameters.items() if placed.local is not None and placed.local.dim() == 1}
 
 
 def _difference(comparison: Comparison, label: str, expected: torch.Tensor, actual: torch.Tensor, rms: float) -> str:
@@ -94,10 +127,12 @@ def _difference(comparison: Comparison, label: str, expected: torch.Tensor, actu
     mismatch = compare(actual, expected, bound=bound, scale=rms * expected.numel() ** 0.5 if bound else None)
     if mismatch is None:
         return ""
+    wanted, got = mismatch.expected_value, mismatch.actual_value
+    shown = ".6g" if f"{wanted:.6g}" != f"{got:.6g}" else ".17g"
     allowed = f"at most {bound:.1e}" if bound else "0 (exact on small integers)"
     return (
         f"Expected {label} to equal the reference but {mismatch.mismatched} of {mismatch.total} elements differ\n"
-        f"Largest difference at index {mismatch.worst_index}: expected {mismatch.expected_value:.6g} but got {mismatch.actual_value:.6g}\n"
+        f"Largest difference at index {mismatch.worst_index}: expected {wanted:{shown}} but got {got:{shown}}\n"
         f"Relative error: {mismatch.relative:.1e}, of the worst row {mismatch.row_relative:.1e} ({allowed} allowed)"
     )
 

@@ -100,5 +100,6 @@ def _finding(label: str, ranks: Sequence[int], expected: torch.Tensor | None, ac
         message += f": shape {tuple(expected.shape)} there, {tuple(actual.shape)} here"
     else:
         different = int((expected != actual).sum())
-        message += f": {different} of {expected.numel()} elements, by at most {float((expected - actual).abs().max()):.3g}"
+        largest = float((expected.double() - actual.double()).abs().max())
+        message += f": {different} of {expected.numel()} elements, by at most {largest:.3g}"
     return Finding(tuple(ranks), label, message)

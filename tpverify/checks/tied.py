@@ -11,10 +11,12 @@ from tpverify.run import Comparison, Placed
 
 
 def tied(comparison: Comparison) -> list[Finding] | None:
-    """Parameters that the reference ties are tied on every rank, and their gradient is the sum of both uses' gradients."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks or not comparison.reference.ranks[0].ties:
+    """Parameters are tied on every rank where the reference ties them, and their gradient is the sum of their uses' gradients."""
+    if not comparison.parallel.ranks or not comparison.reference.ranks:
         return None
-    findings: list[Finding] = []
+    findings = _wrongly_tied(comparison)
+    if not findings and not comparison.reference.ranks[0].ties:
+        return None
     for names in comparison.reference.ranks[0].ties:
         findings += _untied(comparison, names)
         findings += _wrong_sum(comparison, names)
@@ -35,6 +37,19 @@ def _untied(comparison: Comparison, names: Sequence[str]) -> list[Finding]:
             names[0],
             f"Expected {' and '.join(names)} to be one parameter, as in the reference, but they are separate parameters",
         )
+    ]
+
+
+def _wrongly_tied(comparison: Comparison) -> list[Finding]:
+    apart = comparison.reference.ranks[0].ties
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank, run in enumerate(comparison.parallel.ranks):
+        for names in run.ties:
+            if not any(set(names) <= set(group) for group in apart):
+                found.setdefault(names, []).append(rank)
+    return [
+        Finding(tuple(ranks), names[0], f"Expected {' and '.join(names)} to be separate, as in the reference, but they are one parameter")
+        for names, ranks in found.items()
     ]
 
 

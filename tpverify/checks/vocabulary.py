@@ -122,9 +122,9 @@ def _ignored(comparison: Comparison, described: Vocabulary) -> list[Finding]:
 
 
 def _wrong_ids(comparison: Comparison, described: Vocabulary) -> list[Finding]:
-    """Outputs with one value or row per id that are wrong for some ids and right for all others."""
-    findings = []
-    for source in (described.ids, described.targets):
+    """Outputs with one value or row per id that are wrong for some ids and right for all others; ignored targets tell nothing."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for source, ignore in ((described.ids, None), (described.targets, described.ignore)):
         ids = comparison.reference.inputs.get(source)
         if ids is None:
             continue
@@ -132,16 +132,16 @@ def _wrong_ids(comparison: Comparison, described: Vocabulary) -> list[Finding]:
             for label, placed in run.outputs.items():
                 expected = comparison.reference.ranks[0].outputs.get(label)
                 if expected is not None and expected.local is not None:
-                    found = _depends_on_id(comparison, ids, expected.local, placed, rank)
-                    findings += (
-                        [Finding((rank,), label, f"Expected {label} to be right for every id but it is wrong for exactly {found}")]
-                        if found
-                        else []
-                    )
-    return findings
+                    wrong = _depends_on_id(comparison, ids, ignore, expected.local, placed, rank)
+                    if wrong:
+                        found.setdefault((label, wrong), []).append(rank)
+    return [
+        Finding(tuple(ranks), label, f"Expected {label} to be right for every id but it is wrong for exactly {wrong}")
+        for (label, wrong), ranks in found.items()
+    ]
 
 
-def _depends_on_id(comparison: Comparison, ids: torch.Tensor, expected: torch.Tensor, placed: Placed, rank: int) -> str:
+def _depends_on_id(comparison: Comparison, ids: torch.Tensor, ignore: int | None, expected: torch.Tensor, placed: Placed, rank: int) -> str:
     size = comparison.case.world_size
     local = placed.local
     wanted = shard(expected, placed.layout, rank, size)
@@ -150,8 +150,9 @@ def _depends_on_id(comparison: Comparison, ids: torch.Tensor, expected: torch.Te
     rows = (ids.numel(), max(1, wanted.numel() // ids.numel()))
     bad = row_errors(local.reshape(rows), wanted.reshape(rows)) > max(bound_of(comparison), 0.0)
     flat = ids.reshape(-1)
-    wrong, right = set(flat[bad].tolist()), set(flat[~bad].tolist())
-    return _ids(flat[bad]) if wrong and right and not wrong & right else ""
+    counted = torch.ones_like(flat, dtype=torch.bool) if ignore is None else flat != ignore
+    wrong, right = set(flat[bad & counted].tolist()), set(flat[~bad & counted].tolist())
+    return _ids(flat[bad & counted]) if wrong and right and not wrong & right else ""
 
 
 def _ids(ids: torch.Tensor) -> str:

@@ -43,6 +43,14 @@ class Rendezvous:
         self.keys = keys
         self.world_size = world_size
 
+    def store(self, rank: int) -> Any:
+        """One rank's view of the world's store."""
+        return RankStore(self.keys, rank)
+
+    def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
+        """One rank's view of a new group."""
+        return SimProcessGroup(endpoint, name, key, group_rank, members)
+
     @contextlib.contextmanager
     def on_rank(self, endpoint: Endpoint) -> Iterator[None]:
         """Within the block this thread is the endpoint's rank and its world is initialised."""
@@ -66,7 +74,7 @@ class _Session:
         self.claimed = False
         self.initialising = False
         self._rendezvous = rendezvous
-        self._store = RankStore(rendezvous.keys, endpoint.rank)  # kept: c10d's C++ side does not keep the Python object
+        self._store = rendezvous.store(endpoint.rank)  # kept: c10d's C++ side does not keep the Python object
 
     def initialise(self) -> None:
         """Initialise the next world."""
@@ -97,6 +105,10 @@ class _Session:
         """A group's name that is unique in the run."""
         return f"{self.worlds}/{group_name}"
 
+    def group(self, name: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
+        """This rank's view of a new group."""
+        return self._rendezvous.group(self.endpoint, name, self.key(name), group_rank, members)
+
 
 def _session() -> _Session | None:
     session: _Session | None = getattr(_local, "session", None)
@@ -109,10 +121,14 @@ def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
     if session is None:
         raise RuntimeError(f"Expected backend={BACKEND!r} on a simulated rank only but no rank runs on this thread")
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return SimProcessGroup(session.endpoint, options.group_id, session.key(options.group_id), options.group_rank, members)
+    return session.group(options.group_id, options.group_rank, members)
 
 
 dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
+
+# DTensor asks for this. A CUDA build of torch 2.11 on a machine without a GPU crashes unless a thread that lives on asks first.
+if not torch.cuda.is_available() and hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 @contextlib.contextmanager

@@ -128,8 +128,8 @@ class Endpoint:
         self.scheduler.admit(self.rank)
         number = self.exchange.next_number(group.key, group.members, group.group_rank)
         watch: Watch | None = None
+        index, record = self._record(group, call, whole_inputs, number=number)
         with torch.no_grad(), PlainTensors():
-            index, record = self._record(group, call, whole_inputs, number=number)
             if call.is_async or call.kind not in REDUCING:
                 # A peer may take its result after this rank has gone on and changed its tensors.
                 own, call = call, replace(call, inputs=[tensor.clone() for tensor in call.inputs])
@@ -151,8 +151,8 @@ class Endpoint:
         self.scheduler.admit(self.rank)
         peer = group.members[destination]
         call = Call("send", [tensor], [], root=destination, is_async=True)
+        index, record = self._record(group, call, [tensor], p2p=self._next_p2p(group, destination))
         with torch.no_grad(), PlainTensors():
-            index, record = self._record(group, call, [tensor], p2p=self._next_p2p(group, destination))
             copy = tensor.clone()
             watch = Watch(call, [copy])
         message = self.exchange.post_send(group.key, group.members, record, (self.rank, peer), tag, copy)
@@ -168,8 +168,8 @@ class Endpoint:
         self.scheduler.admit(self.rank)
         peer = -1 if source is None else group.members[source]
         call = Call("recv", [], [tensor], root=source, is_async=True)
+        index, record = self._record(group, call, [], p2p=self._next_p2p(group, -1 if source is None else source))
         with torch.no_grad(), PlainTensors():
-            index, record = self._record(group, call, [], p2p=self._next_p2p(group, -1 if source is None else source))
             poison_outputs(call, [])
             watch = Watch(call, [])
         message = self.exchange.post_recv(group.key, group.members, record, (peer, self.rank), tag)
@@ -267,7 +267,8 @@ class Endpoint:
             hazards=() if all(t.is_contiguous() for t in touched) else ("non-contiguous",),
         )
         if self._capture is not None and self._capture(record):
-            record = replace(record, payload=tuple(t.detach().clone() for t in whole_inputs))
+            with torch.no_grad(), PlainTensors():
+                record = replace(record, payload=tuple(t.detach().clone() for t in whole_inputs))
         self._op_id += 1
         self._records.append(record)
         return len(self._records) - 1, record

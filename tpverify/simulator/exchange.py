@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tpverify.errors import CollectiveMismatch
+from tpverify.errors import CollectiveMismatch, SimulationError
 from tpverify.ledger.matching import CrossingDetector, disagreement, located, name_difference
 from tpverify.ledger.record import Record
 from tpverify.simulator import collectives
 from tpverify.simulator.recorder import call_sites
-from tpverify.simulator.scheduler import Scheduler, Unwind
+from tpverify.simulator.scheduler import Unwind, Wait
 
 
 @dataclass
@@ -93,29 +94,46 @@ class GroupState:
     crossings: dict[int, CrossingDetector] = field(default_factory=dict)
 
 
+class Turns(Protocol):
+    """What decides which rank runs, or watches ranks that run by themselves."""
+
+    def admit(self, rank: int) -> None:
+        """Let a rank's call in."""
+
+    def wake(self, wait: Wait) -> None:
+        """Ranks that wait for this may go on."""
+
+    def fail(self, error: SimulationError) -> None:
+        """End the run."""
+
+
 class Exchange:
     """All meetings of a world.
 
     Args:
-        scheduler: blocks and wakes ranks.
+        scheduler: blocks and wakes ranks, and ends the run.
         reduction_order: one of ``collectives.REDUCTION_ORDERS``.
     """
 
-    def __init__(self, scheduler: Scheduler, reduction_order: str = "rank") -> None:
+    def __init__(self, scheduler: Turns, reduction_order: str = "rank") -> None:
         self._scheduler = scheduler
         self._order = reduction_order
         self._groups: dict[str, GroupState] = {}
         self._created: dict[str, tuple[tuple[int, ...], int, str]] = {}
 
-    def declare(self, group: str, members: tuple[int, ...], rank: int) -> None:
+    def declare(self, group: str, members: tuple[int, ...], rank: int, site: str | None = None) -> None:
         """A rank creates a group, or learns that it is not a member of it; all ranks must mean the same group.
+
+        Args:
+            site: `` at file:line`` of the rank's call; None = the caller's.
 
         Raises:
             Unwind: they do not; the run has been failed with :class:`CollectiveMismatch`.
         """
         self._scheduler.admit(rank)
-        sites = call_sites()
-        site = f" at {sites[0]}" if sites else ""
+        if site is None:
+            sites = call_sites()
+            site = f" at {sites[0]}" if sites else ""
         first, creator, where = self._created.setdefault(group, (members, rank, site))
         if first != members:
             message = "Expected all ranks to create their process groups in the same order but they differ:"
@@ -182,6 +200,11 @@ class Exchange:
         message = Message(*ends, tag, recv_record=record)
         messages.append(message)
         return message
+
+    @property
+    def idle(self) -> bool:
+        """Whether no collective waits for a rank and no message for its other end."""
+        return not any(state.meetings or state.messages for state in self._groups.values())
 
     def unreceived(self) -> list[Record]:
         """Sends that no rank has received."""

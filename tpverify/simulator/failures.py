@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 
-from tpverify.errors import RankError
+from tpverify.errors import Deadlock, RankError
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("simulator", "processes"))
 
 
 def rank_error(rank: int, exception: BaseException, consequence: str = "") -> RankError:
@@ -22,6 +24,17 @@ def rank_error(rank: int, exception: BaseException, consequence: str = "") -> Ra
     _hide_own_frames(report)
     text = f"rank {rank} raised {type(exception).__name__}\n{''.join(report.format()).rstrip()}"
     return RankError(f"{text}\n\n{consequence}" if consequence else text, rank, exception)
+
+
+def deadlock(waiting: Mapping[int, str], world_size: int) -> Deadlock:
+    """The error of a world in which no rank can go on.
+
+    Args:
+        waiting: what each rank that has not finished waits for.
+    """
+    lines = [f"  rank {rank}  {waiting.get(rank, 'has finished')}" for rank in range(world_size)]
+    message = "Expected every rank to go on but no rank can: each waits for a rank that will not come\n"
+    return Deadlock(message + "\n".join(lines), tuple(sorted(waiting)))
 
 
 def _from_user(trace: TracebackType | None) -> TracebackType | None:

@@ -43,6 +43,7 @@ class RankWorld(c10d._World):
 
     @group_count.setter
     def group_count(self, value: int) -> None:
+        """Set by c10d at every new group."""
         self._count = value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tpverify.errors import CollectiveMismatch, Deadlock, RankTimeout, SimulationError
-from tpverify.simulator.failures import rank_error
+from tpverify.simulator.failures import deadlock, rank_error
 from tpverify.simulator.recorder import call_sites
 
 
@@ -250,10 +250,7 @@ class Scheduler:
         self._ended.set()
 
     def _deadlock(self) -> None:
-        waiting = self.waiting()
-        lines = [f"  rank {rank}  {waiting.get(rank, 'has finished')}" for rank in range(self.world_size)]
-        message = "Expected every rank to go on but no rank can: each waits for a rank that will not come\n"
-        self.fail(Deadlock(message + "\n".join(lines), tuple(sorted(self._waits))))
+        self.fail(deadlock(self.waiting(), self.world_size))
 
     def _time_out(self, timeout: float) -> None:
         rank = self._running

@@ -1,0 +1,150 @@
+"""The rank processes of one controller: started when first needed, kept from case to case, killed together, gone when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+from tpverify.errors import CaseError
+from tpverify.processes.channel import Channel
+
+LAUNCHER = "tpverify.processes.launcher"
+LAUNCHER_SECONDS = 10.0
+"""How long the launcher gets to kill the ranks before it is killed itself, which ends them too."""
+LOOPBACKS = ("lo", "lo0")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank's process."""
+
+    rank: int
+    pid: int
+    channel: Channel
+
+
+class Pool:
+    """Rank processes 0 to n - 1 on this machine, for worlds of up to n ranks.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        largest: most ranks there may be.
+    """
+
+    def __init__(self, backend: str, largest: int) -> None:
+        self._backend = backend
+        self._largest = largest
+        self._owner = os.getpid()
+        self._workers: list[Worker] = []
+        self._loaded: set[str] = set()
+        self._folder = ""
+        self._stores = 0
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def workers(self, count: int, subject: str) -> list[Worker]:
+        """The first ``count`` ranks, started where they are not there yet.
+
+        Args:
+            subject: address of what they will run; imported once for all ranks that are started from now on.
+        """
+        if count > self._largest:
+            raise CaseError(f"Expected at most {self._largest} ranks for world={self._backend!r} on this machine but got {count}")
+        if len(self._workers) < count:
+            control = self._control()
+            if subject not in self._loaded:
+                self._loaded.add(subject)
+                control.send("load", sys.path, os.getcwd(), subject)
+            while len(self._workers) < count:
+                self._workers.append(self._spawn(control, len(self._workers)))
+        return self._workers[:count]
+
+    def kill(self) -> dict[int, int]:
+        """End every rank; exit status by rank, negative for a signal. The next case gets new ones."""
+        for worker in self._workers:
+            worker.channel.close()
+        self._workers.clear()
+        self._stores += 1
+        if self._connection is None:
+            return {}
+        self._connection.settimeout(LAUNCHER_SECONDS)
+        control = Channel(self._connection)
+        with contextlib.suppress(OSError):
+            control.send("kill")
+            answer = control.receive()
+            if answer is not None:
+                self._connection.settimeout(None)
+                return dict(answer[1])
+        self.close()
+        return {}
+
+    def close(self) -> None:
+        """End every process and remove what they shared; a pool that is closed starts again when it is needed."""
+        if os.getpid() != self._owner:
+            return
+        for worker in self._workers:
+            worker.channel.close()
+        self._workers.clear()
+        self._loaded.clear()
+        launcher, self._launcher = self._launcher, None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if launcher is not None:
+            try:
+                launcher.wait(LAUNCHER_SECONDS)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+
+    def _control(self) -> Channel:
+        if self._launcher is not None and self._launcher.poll() is not None:
+            self.close()
+        if self._connection is None:
+            ours, theirs = socket.socketpair()
+            self._folder = tempfile.mkdtemp(prefix="tpverify-")
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", LAUNCHER, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the controller's stdout is its result
+                start_new_session=True,  # Ctrl-C concerns the controller, which ends the ranks
+                env=_environment(),
+            )
+            theirs.close()
+            self._connection = ours
+        return Channel(self._connection)
+
+    def _spawn(self, control: Channel, rank: int) -> Worker:
+        assert self._connection is not None
+        control.send("spawn", rank, self._backend, os.path.join(self._folder, f"store{self._stores}"), self._largest)
+        _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
+        answer = control.receive() if descriptors else None
+        if answer is None:
+            self.close()
+            raise CaseError(f"Expected {LAUNCHER} to start rank {rank} but it ended: see its message on stderr")
+        os.set_inheritable(descriptors[0], False)
+        return Worker(rank, answer[1], Channel(socket.socket(fileno=descriptors[0])))
+
+
+def _environment() -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
+    if loopback:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    return environment

@@ -1,0 +1,125 @@
+"""One rank in its own process: runs the cases that it is sent, and ends when the controller hangs up."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
+
+from tpverify.case import parse_case
+from tpverify.lookup import config_types, load_subject
+from tpverify.processes.channel import Channel
+from tpverify.processes.errors_as_data import described
+from tpverify.processes.recorded_group import Announcer, Backends, RecordedEndpoint, RecordedProcessGroup
+from tpverify.run import RankRun
+from tpverify.runner import capture_of, group_layouts, rank_program
+from tpverify.simulator.c10d_hooks import Rendezvous, simulated_c10d
+from tpverify.simulator.endpoint import Endpoint
+from tpverify.simulator.failures import rank_error
+from tpverify.simulator.process_group import SimProcessGroup
+from tpverify.simulator.rank_state import RankState
+from tpverify.simulator.recorder import Recorder, call_sites, hooks, recording
+
+_bindings: Any = torch._C._distributed_c10d
+
+
+def serve(channel: Channel, rank: int, backend: str, store: str, store_size: int) -> None:
+    """Run cases until the other end of ``channel`` is gone; never returns.
+
+    The rank's program has a thread of its own, so that this one notices a controller that dies, whatever the program does.
+
+    Args:
+        channel: to the controller.
+        rank: global rank of this process.
+        backend: ``gloo`` or ``nccl``.
+        store: file through which the processes find each other.
+        store_size: number of processes that share it.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    torch.set_num_threads(1)
+    tasks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    runner = _RankRunner(channel, rank, backend, dist.FileStore(store, store_size))
+    thread = threading.Thread(target=runner.run_all, args=(tasks,), name=f"rank {rank}", daemon=True)
+    thread.start()
+    while (message := channel.receive()) is not None:
+        if message[0] == "run":
+            tasks.put(message[1])
+        else:
+            frame = sys._current_frames().get(thread.ident or 0)
+            channel.send("where", [str(site) for site in call_sites(frame)] if frame else [])
+    os._exit(0)
+
+
+class _RankRunner:
+    """Runs one case after the other on this process's rank."""
+
+    def __init__(self, channel: Channel, rank: int, backend: str, store: Any) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._store = store
+        self._backends = Backends(backend, store, rank)
+        self._cases = 0
+
+    def run_all(self, tasks: queue.SimpleQueue[dict[str, Any]]) -> None:
+        """Run cases as they come."""
+        while True:
+            task = tasks.get()
+            announcer = Announcer(self._channel)
+            try:
+                self._channel.send("returned", *self._run(task, announcer))
+            except BaseException as exception:  # noqa: B036 - whatever a rank raises is reported
+                self._channel.send("raised", *described(rank_error(self._rank, exception)), announcer.broken)
+
+    def _run(self, task: dict[str, Any], announcer: Announcer) -> tuple[RankRun, list[Any]]:
+        enter_place(task["path"], task["folder"])
+        subject = load_subject(task["subject"])
+        case = parse_case(task["case"], config_types(subject))
+        world_size = sum(map(len, group_layouts(case)))
+        self._cases += 1
+        self._backends.start_case()
+        program = rank_program(subject, case, self._rank, task["traced"])
+        state = RankState(world_size, case.seed, subject.rank_local)
+        endpoint = RecordedEndpoint(self._rank, announcer, Recorder(), capture_of(subject, case))
+        rendezvous = _Rendezvous(self._store, self._backends, announcer, self._cases, world_size)
+        with state.outside(), simulated_c10d(), hooks():
+            state.enter(self._rank)
+            with rendezvous.on_rank(endpoint), recording(endpoint.recorder), torch.autograd.set_multithreading_enabled(False):
+                run: RankRun = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, program())
+                endpoint.finish()
+        return run, endpoint.payloads()
+
+
+class _Rendezvous(Rendezvous):
+    """Where one rank's process initialises its worlds: on the real backend."""
+
+    def __init__(self, store: Any, backends: Backends, announcer: Announcer, case: int, world_size: int) -> None:
+        self.world_size = world_size
+        self._store = store
+        self._backends = backends
+        self._announcer = announcer
+        self._case = case
+
+    def store(self, rank: int) -> Any:
+        """The processes' store, fresh for each case."""
+        return _bindings.PrefixStore(f"case{self._case}", self._store)
+
+    def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
+        """A recorded group over a real one."""
+        inner = self._backends.take(members, lambda: self._announcer.connecting(key))
+        return RecordedProcessGroup(inner, endpoint, name, key, group_rank, members)
+
+
+def enter_place(path: list[str], folder: str) -> None:
+    """Import and find files as the controller does."""
+    if sys.path != path:
+        sys.path[:] = path
+    if os.getcwd() != folder:
+        os.chdir(folder)

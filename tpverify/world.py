@@ -1,0 +1,30 @@
+"""What executes the ranks of a case, seen from the runner: the simulator is built in, other worlds implement this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tpverify.case import Case
+from tpverify.errors import SimulationError
+from tpverify.ledger.ledger import Ledger
+from tpverify.run import RankRun
+from tpverify.subjects.subject import Subject
+
+WorldRun = tuple[Ledger, Sequence[RankRun | None], SimulationError | None]
+"""Every collective, in order of issue on each rank; what each global rank produced; why the run did not finish."""
+
+
+class World(Protocol):
+    """Executes the ranks of one case, all of them and each by itself."""
+
+    def run(self, subject: Subject, case: Case, *, traced: bool, timeout: float) -> WorldRun:
+        """Run the parallel side of a case.
+
+        Args:
+            traced: whether to capture what goes into and comes out of every submodule.
+            timeout: seconds for all ranks together.
+
+        Raises:
+            CaseError: this world cannot run the subject or the case.
+        """
