@@ -12,6 +12,9 @@ import tpverify as tpv
 from tpverify.verification import describe_checks
 
 CASES = 100
+SLOW, FEW = ("PositionsOfRankZero", "TiedCopies"), 20
+"""Bugs of whole models, and how many cases are drawn of them."""
+
 GAPS = {
     "MaximumBySum": "no values make all shards' logits large, and declared collectives do not name the reduction",
     "TargetsOverwritten": "inputs are not looked at after the run",
@@ -31,7 +34,7 @@ def test_the_survey_is_broad() -> None:
 )
 def test_a_surveyed_bug_is_found_by_its_checks(name: str) -> None:
     subject, checks = BUGS[name]
-    result = tpv.verify(subject, max_examples=CASES, seed=0, checks=checks)
+    result = tpv.verify(subject, max_examples=FEW if name in SLOW else CASES, seed=1, checks=checks)
     assert broken_checks(result) == checks
 
 
@@ -53,7 +56,7 @@ def test_constants_of_other_heads_are_reported_at_the_module_that_applies_them()
 
 def test_an_overwritten_saved_tensor_is_explained() -> None:
     result = tpv.verify(BUGS["SavedTensorReduced"][0], max_examples=CASES, seed=0, checks=("execution",))
-    assert "in place over a tensor that autograd has saved fits this" in the(result, "execution").diagnosis
+    assert "in place over a tensor that autograd saved fits this" in the(result, "execution").diagnosis
 
 
 def test_a_handle_that_nobody_waits_for_is_named() -> None:

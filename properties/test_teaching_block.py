@@ -7,7 +7,7 @@ from planted import assert_minimal, broken_checks, the
 
 import tpverify as tpv
 
-CASES = 40
+CASES = 25
 FEW_CHECKS = ("forward", "parameter-gradient", "communication")
 NO_GRADIENT = "Expected attention.qkv.weight.grad to be there but rank 0 left None"
 EXTRA = "Expected no further collective in backward but got all_reduce(SUM, float64[1, 1, 4]) in backward of mlp.fc2 at "

@@ -12,6 +12,7 @@ from tpverify.checks.catalogue import apply, selected
 from tpverify.checks.finding import Finding
 from tpverify.errors import CaseError, RankTimeout
 from tpverify.options import WORLDS
+from tpverify.processes.world import process_world
 from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
 from tpverify.subjects.subject import Subject
@@ -36,6 +37,7 @@ class Session:
     ) -> None:
         if world not in WORLDS:
             raise CaseError(f"Expected one of {', '.join(WORLDS)} but got world={world!r}")
+        self.world = None if world == WORLDS[0] else process_world(world)
         self.subject = subject
         self.checks = selected(checks)
         self.timeout = timeout
@@ -83,7 +85,7 @@ class Session:
         """All findings, in the checks' order, and the checks that had something to look at."""
         found: dict[tuple[str, Finding], None] = {}
         applied: set[str] = set()
-        comparisons = run_both(self.subject, case, self.timeout, traced=traced)
+        comparisons = run_both(self.subject, case, self.timeout, traced=traced, world=self.world)
         for comparison in comparisons:
             self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
             for name, findings in apply(self.checks, comparison).items():

@@ -72,10 +72,18 @@ def configs_of(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
     return strategy
 
 
+def cases(subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> st.SearchStrategy[Case]:
+    """Cases of a subject; shrink to one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0.
+
+    Raises:
+        CaseError: ``allowed`` holds no world size, or something else.
+    """
+    return _cases(subject, world_sizes(allowed))
+
+
 @st.composite
-def cases(draw: st.DrawFn, subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> Case:
-    """Cases of a subject; shrink to one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0."""
-    world_size = draw(world_sizes(allowed))
+def _cases(draw: st.DrawFn, subject: Subject, sizes: st.SearchStrategy[int]) -> Case:
+    world_size = draw(sizes)
     try:
         config = draw(configs_of(subject, world_size))
     except InvalidArgument as error:

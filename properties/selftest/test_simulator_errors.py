@@ -175,7 +175,24 @@ def swapped_in_backward(rank: int) -> None:
     Branches(rank == 1)(torch.ones(2, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.parametrize("program", [swapped_lines, swapped_through_a_helper, swapped_in_backward])
+def one_reduction() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def another_reduction() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def swapped_in_arms(rank: int) -> None:
+    if rank == 1:
+        another_reduction()
+        one_reduction()
+    else:
+        one_reduction()
+        another_reduction()
+
+
+@pytest.mark.parametrize("program", [swapped_lines, swapped_through_a_helper, swapped_in_backward, swapped_in_arms])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equal_collectives_in_another_order_are_crossed(program: Program, world_size: int) -> None:
     error = fails(program, world_size)
@@ -210,7 +227,33 @@ def legitimate_branches(rank: int) -> None:
     Branches(False)(torch.ones(2, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.parametrize("program", [legitimate_root_and_peers, legitimate_own_lines, legitimate_loop, legitimate_branches])
+def legitimate_turns(rank: int) -> None:
+    for step in range(3):
+        if step == rank:
+            dist.all_reduce(torch.ones(2))
+        else:
+            dist.all_reduce(torch.zeros(2))
+
+
+def legitimate_turns_in_helpers(rank: int) -> None:
+    for step in range(3):
+        if step == rank:
+            one_reduction()
+        else:
+            another_reduction()
+
+
+LEGITIMATE = [
+    legitimate_root_and_peers,
+    legitimate_own_lines,
+    legitimate_loop,
+    legitimate_branches,
+    legitimate_turns,
+    legitimate_turns_in_helpers,
+]
+
+
+@pytest.mark.parametrize("program", LEGITIMATE)
 def test_rank_dependent_lines_are_no_crossing(program: Program) -> None:
     for schedule in (None, 1, 2):
         simulate(lambda: program(dist.get_rank()), 3, schedule=schedule)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tpverify.ledger.alternatives import take_turns
 from tpverify.ledger.record import Record
 
 POINT_TO_POINT = ("send", "recv")
@@ -113,7 +114,8 @@ class CrossingDetector:
     Ranks may issue a collective from different lines (a root and its peers, say). But when over a stretch of calls the
     two ranks come from the *same* places in a *different* order, data of different places were combined. What a place is
     depends on the program: the line of the collective where every use has its own, the line that calls a shared helper
-    otherwise. So every depth of the stack is watched.
+    otherwise. So every depth of the stack is watched. Arms of one branch are no different places: ranks may take turns in
+    them (the owner of a chunk reduces its data, its peers zeros).
     """
 
     _stretches: dict[int, _Stretch] = field(default_factory=dict)
@@ -124,7 +126,9 @@ class CrossingDetector:
             return []
         for depth in range(1, max(len(first.call_sites), len(other.call_sites), 1) + 1):
             crossed = self._stretches.setdefault(depth, _Stretch()).add(origin(first, depth), origin(other, depth), (first, other))
-            if crossed:
+            if crossed and take_turns([(a.call_sites, b.call_sites) for a, b in crossed]):
+                self._stretches.pop(depth)
+            elif crossed:
                 return crossed
         return []
 

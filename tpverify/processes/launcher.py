@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from tpverify.lookup import load_subject
@@ -34,10 +35,11 @@ class Launcher:
 
     def run(self) -> None:
         """Answer the controller until it is gone."""
+        handlers: dict[str, Callable[..., None]] = {"load": self._load, "spawn": self._spawn, "kill": self._kill}
         try:
             while (message := self._control.receive()) is not None:
                 kind, *arguments = message
-                {"load": self._load, "spawn": self._spawn, "kill": self._kill}[kind](*arguments)
+                handlers[kind](*arguments)
         finally:
             self._end_all()
 

@@ -62,12 +62,11 @@ class Pool:
         if count > self._largest:
             raise CaseError(f"Expected at most {self._largest} ranks for world={self._backend!r} on this machine but got {count}")
         if len(self._workers) < count:
-            control = self._control()
-            if subject not in self._loaded:
-                self._loaded.add(subject)
-                control.send("load", sys.path, os.getcwd(), subject)
-            while len(self._workers) < count:
-                self._workers.append(self._spawn(control, len(self._workers)))
+            try:
+                self._start(count, subject)
+            except BaseException:
+                self.close()  # an answer may be left unread
+                raise
         return self._workers[:count]
 
     def kill(self) -> dict[int, int]:
@@ -111,6 +110,14 @@ class Pool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
 
+    def _start(self, count: int, subject: str) -> None:
+        control = self._control()
+        if subject not in self._loaded:
+            self._loaded.add(subject)
+            control.send("load", sys.path, os.getcwd(), subject)
+        while len(self._workers) < count:
+            self._workers.append(self._spawn(control, len(self._workers)))
+
     def _control(self) -> Channel:
         if self._launcher is not None and self._launcher.poll() is not None:
             self.close()
@@ -135,7 +142,6 @@ class Pool:
         _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
         answer = control.receive() if descriptors else None
         if answer is None:
-            self.close()
             raise CaseError(f"Expected {LAUNCHER} to start rank {rank} but it ended: see its message on stderr")
         os.set_inheritable(descriptors[0], False)
         return Worker(rank, answer[1], Channel(socket.socket(fileno=descriptors[0])))

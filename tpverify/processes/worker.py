@@ -10,7 +10,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
 
@@ -46,7 +45,7 @@ def serve(channel: Channel, rank: int, backend: str, store: str, store_size: int
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     torch.set_num_threads(1)
     tasks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    runner = _RankRunner(channel, rank, backend, dist.FileStore(store, store_size))
+    runner = _RankRunner(channel, rank, backend, _bindings.FileStore(store, store_size))
     thread = threading.Thread(target=runner.run_all, args=(tasks,), name=f"rank {rank}", daemon=True)
     thread.start()
     while (message := channel.receive()) is not None:

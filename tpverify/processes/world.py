@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -213,7 +213,7 @@ def _timed_out(timeout: float, left: Sequence[int], monitor: Monitor) -> Simulat
     return RankTimeout(message + "".join(lines), tuple(running))
 
 
-@lru_cache(maxsize=None)
+@cache
 def process_world(backend: str) -> ProcessWorld:
     """The one world of a backend in this process; closed when the process ends.
 
