@@ -15,12 +15,6 @@ CASES = 100
 SLOW, FEW = ("PositionsOfRankZero", "TiedCopies"), 20
 """Bugs of whole models, and how many cases are drawn of them."""
 
-GAPS = {
-    "MaximumBySum": "no values make all shards' logits large, and declared collectives do not name the reduction",
-    "TargetsOverwritten": "inputs are not looked at after the run",
-}
-"""Bugs that nothing finds yet, and why."""
-
 
 def test_the_survey_is_broad() -> None:
     modules = {layer.__module__ for layer in (planted_linear.RowAveraged, planted_models.TriplesPerHead)}
@@ -28,10 +22,7 @@ def test_the_survey_is_broad() -> None:
     assert {check for _, checks in BUGS.values() for check in checks} == set(describe_checks())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.xfail(reason=GAPS[name])] if name in GAPS else []) for name in BUGS],
-)
+@pytest.mark.parametrize("name", BUGS)
 def test_a_surveyed_bug_is_found_by_its_checks(name: str) -> None:
     subject, checks = BUGS[name]
     result = tpv.verify(subject, max_examples=FEW if name in SLOW else CASES, seed=1, checks=checks)

@@ -47,13 +47,14 @@ def check_description(subject: Subject, case: Case) -> None:
 
     inputs = asked("inputs", lambda: subject.inputs(config))
     asked("inputs", lambda: _check_inputs(inputs))
-    asked("placements", lambda: subject.placements_for(config))
-    asked("outputs", lambda: subject.outputs_for(config))
     asked("exact", lambda: subject.exact_for(config))
-    asked("rejects", lambda: subject.rejects is not None and subject.rejects(config, world_size))
     if subject.vocabulary is not None:
         vocabulary = asked("vocabulary", lambda: subject.vocabulary and subject.vocabulary(config))
         asked("vocabulary", lambda: _check_vocabulary(vocabulary, inputs))
+    if asked("rejects", lambda: subject.rejects is not None and subject.rejects(config, world_size)):
+        return  # there need not be a way to place what is refused
+    asked("placements", lambda: subject.placements_for(config))
+    asked("outputs", lambda: subject.outputs_for(config))
     if subject.communication is not None:
         expected = asked("communication", lambda: subject.communication and subject.communication(config, world_size))
         asked("communication", lambda: _check_communication(expected))

@@ -76,7 +76,7 @@ def addressed(subject: Subject) -> Subject:
     homes = [getattr(function, "__module__", "") for function in (subject.parallel, subject.reference, subject.inputs)]
     modules = {name: sys.modules[name] for name in homes if name in sys.modules} | sys.modules
     for module_name, module in modules.items():
-        if module_name == "__main__" or module_name.startswith("tpverify."):
+        if module_name in ("__main__", "__mp_main__") or module_name.startswith("tpverify."):
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is subject:

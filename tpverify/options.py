@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tpverify.errors import CaseError
 
-WORLDS = ("simulator", "gloo")
+WORLDS = ("simulator", "gloo", "nccl")
 WORLD_SIZES_VARIABLE = "TPVERIFY_WORLD_SIZES"
 WORLD_VARIABLE = "TPVERIFY_WORLD"
 

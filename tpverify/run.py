@@ -44,6 +44,7 @@ class RankRun:
         parameters: values by parameter name, as the harness loaded them.
         parameter_gradients: by parameter name, after ``finalize_gradients``; a tied parameter stands under each of its names.
         ties: groups of parameter names that are one and the same parameter object.
+        changed_inputs: names of the inputs that the module wrote to.
         calls: traced runs only: the first call of every submodule, by path, in order of the calls' starts.
     """
 
@@ -52,6 +53,7 @@ class RankRun:
     parameters: dict[str, Placed] = field(default_factory=dict)
     parameter_gradients: dict[str, Placed] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
+    changed_inputs: tuple[str, ...] = ()
     calls: dict[str, ModuleCall] = field(default_factory=dict)
 
 

@@ -134,6 +134,7 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Ref
             logical = _draw(subject, case, group, module)
             modules.load_logical(module, logical.parameters)
             leaves = {name: _leaf(logical.inputs[name], spec, case.layout, subject.precision) for name, spec in logical.specs.items()}
+            before = _copies(leaves)
             calls: dict[str, ModuleCall] = {}
             state = torch.get_rng_state()
             with tracing(module, calls) if traced else contextlib.nullcontext():
@@ -156,6 +157,7 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Ref
     )
     run.ranks[0].outputs = {label: Placed(output.detach().clone(), Replicate()) for label, output in outputs.items()}
     run.ranks[0].calls = calls
+    run.ranks[0].changed_inputs = _changed(leaves, before)
     run.random = random
     run.depth = 2 + sum(1 for _ in module.modules())
     sizes = [max(tensor.shape, default=1) for tensor in logical.parameters.values()]
@@ -231,7 +233,7 @@ def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input], paramet
         highest = max((spec.high for spec in specs.values()), default=0)
         return [list(range(highest))]
     names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in vocabulary.parameters)]
-    placements = subject.placements_for(case.config)
+    placements = subject.placements_for(case.config) if names else {}
     layouts = [placement.value for name in names for pattern, placement in placements.items() if fnmatchcase(name, pattern)]
     if vocabulary.logits:
         layouts.append(specs[vocabulary.logits].placements.value)
@@ -295,6 +297,7 @@ def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
         name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout, subject.precision)
         for name, spec in logical.specs.items()
     }
+    before = _copies(leaves)
     calls: dict[str, ModuleCall] = {}
     with recorder.phase("forward"), tracing(module, calls) if traced else contextlib.nullcontext():
         outputs = modules.named_tensors(module(*leaves.values()))
@@ -311,8 +314,17 @@ def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
             subject.finalize_gradients(module)
     run = _collect(module, leaves, logical, placements)
     run.calls = calls
+    run.changed_inputs = _changed(leaves, before)
     run.outputs = {label: Placed(modules.local_of(output).detach().clone(), declared[label].value) for label, output in outputs.items()}
     return run
+
+
+def _copies(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: leaf.detach().clone() for name, leaf in leaves.items()}
+
+
+def _changed(leaves: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, leaf in leaves.items() if not torch.equal(leaf.detach(), before[name]))
 
 
 def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch.Tensor], labels: Sequence[str]) -> dict[str, Placement]:
@@ -330,8 +342,8 @@ def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch
 
 def _leaf(tensor: torch.Tensor, spec: Input, layout: str, dtype: torch.dtype) -> torch.Tensor:
     if spec.kind != "normal":
-        return tensor.clone()
-    return values.laid_out(tensor.to(dtype, copy=True), layout).requires_grad_(spec.requires_grad)
+        return tensor.to(torch.get_default_device(), copy=True)
+    return values.laid_out(tensor.to(torch.get_default_device(), dtype, copy=True), layout).requires_grad_(spec.requires_grad)
 
 
 def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torch.Tensor], layout: str) -> None:
@@ -341,7 +353,7 @@ def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torc
         local = modules.local_of(output)
         if local.requires_grad and label in cotangents and cotangents[label].shape == local.shape:
             roots.append(local)
-            starts.append(values.laid_out(cotangents[label].to(local.dtype), layout))
+            starts.append(values.laid_out(cotangents[label].to(local), layout))
     if roots:
         torch.autograd.backward(roots, starts)
 

@@ -17,6 +17,7 @@ from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
 from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation
+from tpverify.world import World
 
 Key = tuple[str, str]
 """What tells failures apart: the check and the tensor."""
@@ -35,9 +36,7 @@ class Session:
     def __init__(
         self, subject: Subject, checks: Collection[str] | None = None, world: str = "simulator", timeout: float = CASE_TIMEOUT
     ) -> None:
-        if world not in WORLDS:
-            raise CaseError(f"Expected one of {', '.join(WORLDS)} but got world={world!r}")
-        self.world = None if world == WORLDS[0] else process_world(world)
+        self.world = world_named(world)
         self.subject = subject
         self.checks = selected(checks)
         self.timeout = timeout
@@ -94,6 +93,17 @@ class Session:
                 for finding in findings or ():
                     found[name, _within(finding, comparison.members) if len(comparisons) > 1 else finding] = None
         return found, applied
+
+
+def world_named(name: str) -> World | None:
+    """What executes ranks; None = the simulator, which the runner has built in.
+
+    Raises:
+        CaseError: there is no such world, or not on this machine.
+    """
+    if name not in WORLDS:
+        raise CaseError(f"Expected one of {', '.join(WORLDS)} but got world={name!r}")
+    return None if name == WORLDS[0] else process_world(name)
 
 
 def _within(finding: Finding, members: Sequence[int]) -> Finding:

@@ -91,10 +91,12 @@ def _expandable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _add_spikes(logits: torch.Tensor, shards: Sequence[Sequence[int]], source: torch.Generator) -> None:
-    """Add one huge value to each row, everywhere on one and the same shard of the last dimension."""
+    """Make exponentials overflow or vanish: per row one huge value, always on one and the same shard, or a huge offset of all values."""
     owned = torch.tensor(_one_of(shards, source))
     position = owned[torch.randint(0, len(owned), logits.shape[:-1], generator=source)].unsqueeze(-1)
-    logits.scatter_add_(-1, position, torch.full(position.shape, SPIKE, dtype=logits.dtype))
+    offset = torch.tensor([0.0, 0.0, SPIKE, -SPIKE])[torch.randint(0, 4, position.shape, generator=source)].to(logits.dtype)
+    logits.scatter_add_(-1, position, torch.where(offset == 0, SPIKE, 0.0).to(logits.dtype))
+    logits += offset
 
 
 def _ids(case: Case, spec: Input, source: torch.Generator, shards: Sequence[Sequence[int]]) -> torch.Tensor:

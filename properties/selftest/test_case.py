@@ -183,7 +183,7 @@ def test_a_config_made_of_fields_is_read_back() -> None:
     with pytest.raises(AttributeError, match="Expected one of seq, norm, sizes, values but got 'sequence'"):
         _ = config.sequence
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seq = 3
+        config.seq = 3  # type: ignore[attr-defined]
 
 
 def user_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> types.ModuleType:

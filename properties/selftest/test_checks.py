@@ -50,9 +50,7 @@ def compared(
         rank.ties = (ties[1],) if ties[1] else ()
     alone = RankRun(**whole, ties=(ties[0],) if ties[0] else ())  # type: ignore[arg-type]
     ledger = reference.pop("ledger", Ledger(()))
-    return Comparison(
-        subject or bent(), case, Run([alone], Ledger(()), **reference), Run(ranks, ledger), tuple(range(case.world_size))
-    )
+    return Comparison(subject or bent(), case, Run([alone], Ledger(()), **reference), Run(ranks, ledger), tuple(range(case.world_size)))
 
 
 def failed(error: SimulationError | None, *, subject: tpv.Subject | None = None, members: tuple[int, ...] = (0, 1)) -> Comparison:
@@ -232,9 +230,29 @@ def test_ties_are_the_same_on_both_sides() -> None:
 
 def contribution(rank: int, payload: Tensor) -> Record:
     """A rank's part of the reduction of a lookup."""
-    shape = tuple(payload.shape)
-    tensors: Any = ((shape,), ("float64",), (shape,), ("float64",))
-    return Record(0, rank, "all_reduce", ("tp", ""), (0, 1), 1, 0, *tensors, "SUM", None, "forward", "", (), False, 0, 0, (), (payload,))
+    shapes, dtypes = (tuple(payload.shape),), ("float64",)
+    return Record(
+        op_id=0,
+        rank=rank,
+        kind="all_reduce",
+        process_group=("tp", ""),
+        group_ranks=(0, 1),
+        collective_seq_id=1,
+        p2p_seq_id=0,
+        input_sizes=shapes,
+        input_dtypes=dtypes,
+        output_sizes=shapes,
+        output_dtypes=dtypes,
+        reduce_op="SUM",
+        root=None,
+        phase="forward",
+        module="",
+        call_sites=(),
+        is_async=False,
+        nbytes=payload.nbytes,
+        elements=payload.numel(),
+        payload=(payload,),
+    )
 
 
 def looked_up(spoil: Callable[[list[Tensor], Tensor, Tensor], None] = lambda parts, gradient, output: None) -> Comparison:

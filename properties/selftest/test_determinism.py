@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -45,8 +46,6 @@ def test_drawn_cases_depend_on_the_seed_only() -> None:
         def inputs(config: Any) -> Any:
             seen.append(repr(config))
             return original(config)
-
-        import dataclasses
 
         tpv.verify(dataclasses.replace(right, name="counted", inputs=inputs), max_examples=12, seed=seed)
         return seen

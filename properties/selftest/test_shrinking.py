@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tpverify as tpv
-from tpverify import options, verification
+from tpverify import exploration, options, verification
 from tpverify.case import parse_case
 from tpverify.lookup import read_case
 from tpverify.verification import CheckFailed, property_test, typical_case
@@ -87,25 +87,37 @@ def test_a_run_that_times_out_is_not_tried_again() -> None:
     assert (result.cases_run, found(result.violations)) == (1, [("execution", "")])
 
 
-def test_shrinking_ends_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = wrong_where(lambda world_size, x: True)
-    patient = verified(subject, max_examples=20, checks=("forward",))
-    clock: Iterator[float] = itertools.count(0.0, 40.0)
-    monkeypatch.setattr("tpverify.verification.time.monotonic", lambda: next(clock))
-    hasty = verified(subject, max_examples=20, checks=("forward",))
+@pytest.mark.parametrize("drawn_after", [50, 1], ids=["while drawing", "while shrinking"])
+def test_a_slow_subject_is_not_explored_for_ages(monkeypatch: pytest.MonkeyPatch, drawn_after: int) -> None:
+    monkeypatch.setattr(exploration, "CASES_AFTER_FAILURE", drawn_after)
+    subject = wrong_where(lambda world_size, x: x.shape[0] == 3)
+    patient = verified(subject, max_examples=30, checks=("forward",))
+    assert {violation.case for violation in patient.violations} == {"Case('bent', Sizes(seq=3, features=2), world_size=2)"}
+    clock: Iterator[float] = itertools.count(0.0, 70.0)  # every look at the clock finds another 70 s gone
+    monkeypatch.setattr(exploration.time, "monotonic", lambda: next(clock))
+    hasty = verified(subject, max_examples=30, checks=("forward",))
     assert found(hasty.violations) == found(patient.violations)
-    assert hasty.cases_run < 8 <= patient.cases_run
+    assert hasty.cases_run < patient.cases_run - 4
 
 
-def test_a_smaller_case_that_the_reference_cannot_run_does_not_hide_the_failure() -> None:
+def test_a_smaller_case_that_the_reference_cannot_run_does_not_hide_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrunk: list[Any] = []
+    shrink = exploration.Explorer._shrink
+    monkeypatch.setattr(exploration.Explorer, "_shrink", lambda self, *given: shrunk.append(given) or shrink(self, *given))
+
     def reference(c: Sizes) -> nn.Module:
-        if c.out == 1:
-            raise RuntimeError("too small")
+        if shrunk and c.out == 2:
+            raise RuntimeError("I never liked two")
         return right.reference(c)
 
-    big = st.builds(Sizes, seq=st.just(1), features=st.just(2), out=st.integers(1, 30).map(lambda size: 31 - size))
-    result = verified(bent(reference=reference, parallel=wrong_where(lambda *_: True).parallel, configs=big), max_examples=2)
-    assert ("forward", "output") in found(result.violations)
+    def parallel(c: Sizes) -> nn.Module:
+        return right.parallel(c) if c.out == 1 else wrong_where(lambda world_size, x: True).parallel(c)
+
+    subject = bent(reference=reference, parallel=parallel, configs=lambda w: st.builds(Sizes, features=st.just(w), out=st.integers(1, 999)))
+    result = verified(subject, checks=("forward",), max_examples=4)
+    assert [violation.case for violation in result.violations] == ["Case('bent', Sizes(features=2, out=3), world_size=2)"]
+    with pytest.raises(tpv.SubjectError, match="I never liked two"):
+        tpv.check_case(subject, tpv.Case("bent", Sizes(features=2, out=2), 2))
 
 
 def left() -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ def test_a_layout_changes_no_value(shape: tuple[int, ...], layout: str) -> None:
 
 
 def test_the_cotangent_has_the_layout_too() -> None:
-    strides = {}
+    strides: dict[tuple[int, ...], None] = {}
 
     class Spy(torch.autograd.Function):
         @staticmethod

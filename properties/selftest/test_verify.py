@@ -32,6 +32,7 @@ from bent_subjects import (
     verified,
     with_output,
 )
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tpverify as tpv
@@ -130,11 +131,11 @@ def test_exact_arithmetic_that_rounds_is_named_as_such() -> None:
     assert verified(bent(reference=_scaled_reference, parallel=_scaled_parallel, exact=False), max_examples=40).passed
 
 
-def _scaled_reference(c: Sizes) -> nn.Module:
+def _scaled_reference(c: Sizes) -> Any:
     return type("Scaled", (Reference,), {"forward": lambda self, x: Reference.forward(self, x) / 3})(c)
 
 
-def _scaled_parallel(c: Sizes) -> nn.Module:
+def _scaled_parallel(c: Sizes) -> Any:
     return type("Scaled", (Parallel,), {"forward": lambda self, x: Parallel.forward(self, x / 3)})(c)
 
 
@@ -157,7 +158,7 @@ def frozen(base: type[nn.Module]) -> type[nn.Module]:
     """``base`` with its weight frozen."""
 
     def init(self: Any, c: Sizes) -> None:
-        base.__init__(self, c)  # type: ignore[misc]
+        base.__init__(self, c)
         self.weight.requires_grad_(False)
 
     return type(base.__name__, (base,), {"__init__": init})
@@ -174,7 +175,7 @@ def buffered(base: type[nn.Module], value: float) -> type[nn.Module]:
     """``base`` that multiplies by a buffer."""
 
     def init(self: Any, c: Sizes) -> None:
-        base.__init__(self, c)  # type: ignore[misc]
+        base.__init__(self, c)
         self.register_buffer("scale", torch.full((c.out,), value))
 
     return type(base.__name__, (base,), {"__init__": init, "forward": lambda self, x: base.forward(self, x) * self.scale})
@@ -200,7 +201,7 @@ def test_a_module_that_writes_into_its_input_spoils_nothing_but_its_own_rank() -
         x.data.zero_()
         return output
 
-    assert found(broken(parallel(spoil))) == [("parameter-gradient", "weight.grad")]
+    assert found(broken(parallel(spoil))) == [("parameter-gradient", "weight.grad"), ("buffers", "")]
 
     def spoil_on_rank_1(module: Parallel, x: Tensor) -> Tensor:
         output = reduce_from_region(F.linear(x, module.weight), module.group)
@@ -209,7 +210,7 @@ def test_a_module_that_writes_into_its_input_spoils_nothing_but_its_own_rank() -
         return output
 
     violations = broken(parallel(spoil_on_rank_1))
-    assert [(violation.check, violation.ranks) for violation in violations] == [("parameter-gradient", (1,))]
+    assert [(violation.check, violation.ranks) for violation in violations] == [("parameter-gradient", (1,)), ("buffers", (1,))]
 
 
 class SumReference(nn.Module):
@@ -254,6 +255,8 @@ def test_refusal_must_be_declared_and_declared_refusal_must_come() -> None:
     assert good.passed
     assert 0 < good.rejected < good.cases_run
     refused = Sizes(seq=2, features=2)
+    unplaced = bent(parallel=refusing(ValueError), **declared, placements=lambda c: {"weight": tpv.Shard(1 if c.seq != 2 else 1 // 0)})
+    assert broken(unplaced, refused) == []
     silent = broken(bent(**declared), refused)
     assert found(silent) == [("rejection", "")]
     assert silent[0].message == "Expected Sizes(seq=2, features=2) to be refused with a ValueError on 2 ranks but no rank refused it"
@@ -263,6 +266,7 @@ def test_refusal_must_be_declared_and_declared_refusal_must_come() -> None:
 
 def test_the_default_group_is_the_wrong_one_where_two_tp_groups_share_a_world() -> None:
     def forward(module: Parallel, x: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
         return reduce_from_region(F.linear(x, module.weight), dist.group.WORLD)
 
     assert verified(parallel(forward), max_examples=40, checks=("forward",)).violations[0].case.endswith("groups='blocks')")
@@ -281,8 +285,6 @@ def _cut_by_world(self: Any, c: Sizes) -> None:
 
 
 def test_sizes_may_be_zero_and_ranks_many() -> None:
-    from hypothesis import strategies as st
-
     assert verified(bent(configs=st.just(Sizes(seq=0, features=2, out=0)))).passed
     assert verified(right, world_sizes=(8,), max_examples=5).world_sizes == {8: 5}
     assert verified(right, world_sizes=(4, 2, 2, 1), max_examples=40).world_sizes.keys() == {1, 2, 4}
@@ -296,7 +298,7 @@ def test_only_the_checks_asked_for_are_applied() -> None:
 
 def state() -> tuple[Any, ...]:
     """What a process must find as it left it."""
-    generators = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr,index]
+    generators = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
     threads = sorted(thread.name for thread in threading.enumerate())
     return torch.get_default_dtype(), generators, threads, dict(os.environ), dist.is_initialized(), torch.is_grad_enabled()
 

@@ -25,11 +25,11 @@ def communication(comparison: Comparison) -> list[Finding] | None:
     if run.error is not None or not comparison.reference.ranks:
         return None
     findings = _disagreements(comparison)
-    declared = comparison.subject.communication
+    communication = comparison.subject.communication
+    declared = None if communication is None else communication(comparison.case.config, comparison.case.world_size)
     if declared is None:
         return findings if len(run.ledger) or findings else None
-    expected = [collective for collective in declared(comparison.case.config, comparison.case.world_size) if collective.count]
-    return findings + _differences(comparison, expected)
+    return findings + _differences(comparison, [collective for collective in declared if collective.count])
 
 
 def _within(ranks: tuple[int, ...], members: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,6 +97,7 @@ def _fits(collective: Collective, record: Record) -> bool:
         and collective.phase == record.phase
         and fnmatchcase(record.module, collective.module)
         and collective.elements in (None, record.elements)
+        and collective.reduce_op in ("", record.reduce_op)
     )
 
 
@@ -105,14 +106,15 @@ def _missing(collective: Collective, missing: int, last: Record | None) -> str:
     module = f" of {collective.module}" if collective.module not in ("", "*") else ""
     after = f"nothing after {located(last)}" if last else f"no collective in {collective.phase} at all"
     plural = "s" if collective.count > 1 else ""
-    wanted = f"{collective.count} {collective.kind}{plural}{size} in {collective.phase}{module}"
+    operator = f" ({collective.reduce_op})" if collective.reduce_op else ""
+    wanted = f"{collective.count} {collective.kind}{plural}{operator}{size} in {collective.phase}{module}"
     return f"Expected {wanted} but got {collective.count - missing}: {after}"
 
 
 def buffers(comparison: Comparison) -> list[Finding] | None:
-    """No collective is given a buffer, or a handle treated in a way, that a real backend does not survive."""
+    """Inputs are left as they were, and no collective is used in a way that a real backend does not survive."""
     run = comparison.parallel
-    if run.error is not None or not any(len(record.group_ranks) > 1 for record in run.ledger):
+    if run.error is not None or not comparison.reference.ranks:
         return None
     by_message: dict[str, set[int]] = {}
     for record in run.ledger.hazards():
@@ -120,4 +122,9 @@ def buffers(comparison: Comparison) -> list[Finding] | None:
             if len(record.group_ranks) > 1:
                 text = f"Expected sound use of buffers but got {HAZARDS[hazard]}\n  {located(record)}"
                 by_message.setdefault(text, set()).add(comparison.members.index(record.rank))
+    for rank, part in enumerate(run.ranks):
+        for name in part.changed_inputs:
+            if name not in comparison.reference.ranks[0].changed_inputs:
+                text = f"Expected the module to leave its input {name} as it was but it wrote to it, which the reference does not"
+                by_message.setdefault(text, set()).add(rank)
     return [Finding(tuple(sorted(ranks)), "", text) for text, ranks in by_message.items()]

@@ -7,7 +7,7 @@ from tpverify.checks.finding import Finding
 from tpverify.errors import RankError, RankTimeout
 from tpverify.run import Comparison
 
-_SAVED = "modified by an inplace operation"
+_SAVED = ("modified by an inplace operation", "has been modified inplace")
 
 
 def rejects(comparison: Comparison) -> bool:
@@ -29,7 +29,7 @@ def execution(comparison: Comparison) -> list[Finding] | None:
     diagnosis = ""
     if isinstance(error, RankError) and "dtype" in str(error.exception):
         diagnosis = f"modules are built and run in {comparison.subject.precision}: the subject's precision changes that"
-    if isinstance(error, RankError) and _SAVED in str(error.exception):
+    if isinstance(error, RankError) and any(text in str(error.exception) for text in _SAVED):
         diagnosis = (
             "a collective in place over a tensor that autograd saved fits this: real backends compute wrong gradients without a word"
         )
@@ -37,13 +37,14 @@ def execution(comparison: Comparison) -> list[Finding] | None:
 
 
 def rejection(comparison: Comparison) -> list[Finding] | None:
-    """A case that cannot be sharded is refused with a ValueError."""
+    """A case that cannot be sharded is refused, with a ValueError unless the subject names another exception."""
     if not rejects(comparison):
         return None
     error = comparison.parallel.error
-    if isinstance(error, RankError) and isinstance(error.exception, ValueError):
+    if isinstance(error, RankError) and isinstance(error.exception, comparison.subject.refusal):
         return []
     got = "no rank refused it" if error is None else str(error)
     ranks = tuple(range(len(comparison.members)))
-    refused = f"Expected {short_repr(comparison.case.config)} to be refused with a ValueError on {len(ranks)} ranks"
+    refusal = comparison.subject.refusal.__name__
+    refused = f"Expected {short_repr(comparison.case.config)} to be refused with a {refusal} on {len(ranks)} ranks"
     return [Finding(ranks, "", f"{refused} but {got}")]

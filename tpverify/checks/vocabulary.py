@@ -145,7 +145,7 @@ def _depends_on_id(comparison: Comparison, ids: torch.Tensor, ignore: int | None
     size = comparison.case.world_size
     local = placed.local
     wanted = shard(expected, placed.layout, rank, size)
-    if local is None or local.shape != wanted.shape or wanted.shape[: ids.dim()] != ids.shape or not ids.numel():
+    if local is None or local.shape != wanted.shape or wanted.shape[: ids.dim()] != ids.shape or not wanted.numel():
         return ""
     rows = (ids.numel(), max(1, wanted.numel() // ids.numel()))
     bad = row_errors(local.reshape(rows), wanted.reshape(rows)) > max(bound_of(comparison), 0.0)

@@ -27,6 +27,6 @@ def command(case_text: str, world: str) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     for violation in violations:
         console.print(failure_report(violation) + "\n")
-    console.print(ledger_table(verification.run_case(subject, case).parallel.ledger))
+    console.print(ledger_table(verification.run_case(subject, case, world=world).parallel.ledger))
     console.print(f"{case!r}: {len(violations)} violations")
     click.get_current_context().exit(ExitCode.VIOLATED if violations else ExitCode.HELD)

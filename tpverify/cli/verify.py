@@ -139,7 +139,7 @@ def _ledgers(results: list[Result], options: Options) -> dict[str, Ledger]:
         else:
             subject = verification.load_subject(result.subject)
             case = verification.typical_case(subject, max(options.world_sizes), options.seed)
-        ledgers[result.subject] = verification.run_case(subject, case).parallel.ledger
+        ledgers[result.subject] = verification.run_case(subject, case, world=options.world).parallel.ledger
     return ledgers
 
 

@@ -56,8 +56,25 @@ def name_difference(what: str, records: Sequence[Record]) -> str:
     lines = [f"Expected all ranks of group {group} to issue the same collective #{number} but they differ in {what}:"]
     for record in sorted(records, key=lambda record: record.rank):
         shown = f"group ranks {list(record.group_ranks)}, " if what == "group" else ""
-        lines.append(f"  rank {record.rank}  {shown}{located(record)}")
+        lines.append(f"  rank {record.rank}  {shown}{located(record)}{called_from(record, records)}")
     return "\n".join(lines)
+
+
+def name_crossing(crossed: Sequence[tuple[Record, Record]]) -> str:
+    """The message of a crossed stretch of calls: both ranks' calls in turn."""
+    first, other = crossed[0]
+    lines = [f"Expected rank {other.rank} to issue its collectives in the order of rank {first.rank} but the order differs:"]
+    for pair in crossed:
+        lines += [f"  #{record.collective_seq_id} rank {record.rank}  {located(record)}{called_from(record, pair)}" for record in pair]
+    return "\n".join(lines)
+
+
+def called_from(record: Record, others: Iterable[Record]) -> str:
+    """Where a shared helper that issued the collective was called from: the innermost line that the other ranks do not share."""
+    for depth, site in enumerate(record.call_sites):
+        if any(site not in other.call_sites for other in others if other.rank != record.rank):
+            return f", called from {site}" if depth else ""
+    return ""
 
 
 def located(record: Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from typing import Any
@@ -56,6 +57,10 @@ class Channel:
         while (message := self._next()) is not None:
             messages.append(message)
         return messages, alive
+
+    def has_something(self) -> bool:
+        """Whether there is something to read, the end included."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
         """Hang up."""

@@ -89,3 +89,4 @@ def _die_with(parent: int) -> None:
 
 if __name__ == "__main__":
     Launcher(socket.socket(fileno=int(sys.argv[1]))).run()
+    os._exit(0)  # an interpreter full of libraries takes its time to go

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpverify.errors import CollectiveMismatch, Deadlock, RankError, SimulationError
+from tpverify.errors import CaseError, CollectiveMismatch, Deadlock, RankError, SimulationError
 from tpverify.ledger.ledger import Ledger
-from tpverify.ledger.matching import located
+from tpverify.ledger.matching import disagreement, located, name_difference
 from tpverify.ledger.record import Record
 from tpverify.processes.codec import DTYPES
 from tpverify.processes.errors_as_data import rebuilt
@@ -45,20 +45,28 @@ class Monitor:
 
     Tensors are known by shape and dtype only; the exchange of the simulator computes shapes from that.
 
+    Args:
+        world_size: number of ranks.
+        admit: called with each rank whose blocking collective may start.
+
     Attributes:
         failure: the first thing that ranks disagree on, or None.
         returned: by rank, what its program produced.
         raised: by rank, what ended its program.
         broken: whether a backend has raised.
+        unusable: why a rank cannot run this case at all, or "".
         places: by rank, where a rank that was asked says that it is.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, admit: Callable[[int], None]) -> None:
         self.world_size = world_size
+        self._admit = admit
+        self._blocking: set[int] = set()
         self.failure: SimulationError | None = None
         self.returned: dict[int, RankRun] = {}
         self.raised: dict[int, RankError] = {}
         self.broken = False
+        self.unusable = ""
         self.places: dict[int, Sequence[str]] = {}
         self._exchange = Exchange(self)
         self._records: dict[tuple[int, int], Record] = {}
@@ -66,12 +74,17 @@ class Monitor:
         self._waits: dict[int, Wait] = {}
         self._creations: dict[str, Creation] = {}
         self._handled: dict[int, RankError] = {}
+        self._announced: dict[tuple[str, int], dict[int, Record]] = {}
+        self._dispute = ("", 0)
 
     def admit(self, rank: int) -> None:
         """Real ranks run by themselves."""
 
     def wake(self, wait: Wait) -> None:
-        """Real ranks wake by themselves."""
+        """A collective is complete: those of its ranks that wait to start it may."""
+        for rank in [rank for rank in self._blocking if self._waits[rank] is wait]:
+            self._blocking.remove(rank)
+            self._admit(rank)
 
     def fail(self, error: SimulationError) -> None:
         """The ranks disagree."""
@@ -79,10 +92,26 @@ class Monitor:
             self.failure = self._root_cause(error)
 
     def take(self, rank: int, message: tuple[Any, ...]) -> None:
-        """What a rank announces, in its order."""
+        """What a rank announces, in its order; after a disagreement only what the others say at the same place is of interest."""
         kind, *arguments = message
-        with contextlib.suppress(Unwind):
-            getattr(self, f"_on_{kind}")(rank, *arguments)
+        if self.failure is None or kind in ("handling", "issue"):
+            with contextlib.suppress(Unwind):
+                getattr(self, f"_on_{kind}")(rank, *arguments)
+
+    @property
+    def disputed(self) -> bool:
+        """Whether ranks disagree, and no other rank is about to say what it means."""
+        heard = self._announced.get(self._dispute, {})
+        return self.failure is not None and all(rank in heard or self.blocked(rank) for rank in self.unfinished)
+
+    def disagreement(self) -> SimulationError | None:
+        """What ranks disagree on, if anything: whoever came first, the lowest rank and the lowest that differs from it."""
+        announced = self._announced.get(self._dispute, {}) if self.failure is not None else {}
+        records = [announced[rank] for rank in sorted(announced)]
+        for first, other in ((records[0], other) for other in records[1:]):
+            if what := disagreement(first, other):
+                return self._root_cause(CollectiveMismatch(name_difference(what, [first, other]), (first.rank, other.rank)))
+        return self.failure
 
     @property
     def unfinished(self) -> list[int]:
@@ -147,10 +176,20 @@ class Monitor:
         outputs: Sequence[tuple[Sequence[int], str]],
         parts: tuple[int, ...] | None,
     ) -> None:
+        place = (key, record.collective_seq_id)
+        if self.failure is not None and place != self._dispute:
+            return
+        self._announced.setdefault(place, {})[rank] = record
         self._records[rank, record.op_id] = record
+        if self.failure is not None:
+            return
+        self._dispute = place
         self._exchange.next_number(key, record.group_ranks, group_rank)
         shapes = Call(record.kind, _shapes(inputs), _shapes(outputs), record.reduce_op, record.root, record.is_async, parts)
-        self._began(rank, record, self._exchange.join(key, group_rank, shapes, record))
+        meeting = self._exchange.join(key, group_rank, shapes, record)
+        if meeting.done:
+            del self._announced[place]
+        self._began(rank, record, meeting)
 
     def _on_message(self, rank: int, key: str, record: Record, ends: tuple[int, int], tag: int) -> None:
         self._records[rank, record.op_id] = record
@@ -165,6 +204,9 @@ class Monitor:
         self._under_way[rank, record.op_id] = wait
         if not record.is_async:
             self._waits[rank] = wait
+            self._blocking.add(rank)
+            if wait.done:
+                self.wake(wait)
 
     def _on_wait(self, rank: int, op_id: int) -> None:
         self._waits[rank] = self._under_way[rank, op_id]
@@ -177,6 +219,10 @@ class Monitor:
         self.returned[rank] = run
         for op_id, payload in payloads:
             self._records[rank, op_id] = replace(self._records[rank, op_id], payload=payload)
+
+    def _on_unusable(self, rank: int, reason: str) -> None:
+        self.unusable = self.unusable or f"rank {rank}: {reason}"
+        self.raised[rank] = RankError(reason, rank, CaseError(reason))
 
     def _on_raised(self, rank: int, report: str, names: Sequence[str], message: str, broken: bool) -> None:
         self.raised[rank] = rebuilt(rank, report, names, message)

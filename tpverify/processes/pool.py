@@ -16,7 +16,9 @@ from tpverify.processes.channel import Channel
 
 LAUNCHER = "tpverify.processes.launcher"
 LAUNCHER_SECONDS = 10.0
-"""How long the launcher gets to kill the ranks before it is killed itself, which ends them too."""
+"""How long the launcher gets to kill the ranks and to say how they ended."""
+CLOSE_SECONDS = 1.0
+"""How long the launcher gets to end by itself before it is killed, which ends the ranks too."""
 LOOPBACKS = ("lo", "lo0")
 
 
@@ -53,6 +55,11 @@ class Pool:
         """Process ids by rank."""
         return tuple(worker.pid for worker in self._workers)
 
+    @property
+    def launcher_pid(self) -> int | None:
+        """Process id of the ranks' parent, if there is one."""
+        return None if self._launcher is None else self._launcher.pid
+
     def workers(self, count: int, subject: str) -> list[Worker]:
         """The first ``count`` ranks, started where they are not there yet.
 
@@ -61,6 +68,8 @@ class Pool:
         """
         if count > self._largest:
             raise CaseError(f"Expected at most {self._largest} ranks for world={self._backend!r} on this machine but got {count}")
+        if any(worker.channel.has_something() for worker in self._workers):
+            self.kill()  # between cases, ranks have nothing to say: one has ended
         if len(self._workers) < count:
             try:
                 self._start(count, subject)
@@ -102,7 +111,7 @@ class Pool:
             self._connection = None
         if launcher is not None:
             try:
-                launcher.wait(LAUNCHER_SECONDS)
+                launcher.wait(CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
                 launcher.kill()
                 launcher.wait()
@@ -150,6 +159,7 @@ class Pool:
 def _environment() -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way to count GPUs cannot be followed by a fork
     loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import time
 from collections import Counter
@@ -49,12 +50,20 @@ class Pending:
 class Announcer:
     """Tells the controller what this rank does; stands where a simulated rank has its scheduler and its exchange.
 
+    A blocking collective starts when all its ranks have announced the same one: a backend that is given different ones hangs,
+    crashes or returns nonsense. Asynchronous ones start at once.
+
+    Args:
+        channel: to the controller.
+        admissions: one item for each blocking collective that may start.
+
     Attributes:
         broken: whether the backend has raised, so that its groups may be out of step between ranks.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, admissions: queue.SimpleQueue[None]) -> None:
         self.broken = False
+        self._admissions = admissions
         self._channel = channel
 
     def admit(self, rank: int) -> None:
@@ -84,13 +93,15 @@ class Announcer:
         self._channel.send("connect", key)
 
     def issued(self, key: str, group_rank: int, record: Record, call: Call) -> None:
-        """A collective, before the backend is asked."""
+        """A collective, before the backend is asked; returns when it may be."""
         handled = sys.exc_info()[1]
         if handled is not None:
             self._channel.send("handling", *described(rank_error(record.rank, handled)))
         inputs = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in call.inputs]
         outputs = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in call.outputs]
         self._channel.send("issue", key, group_rank, _bare(record), inputs, outputs, call.parts)
+        if not call.is_async:
+            self._admissions.get()
 
     def messaged(self, key: str, record: Record, ends: tuple[int, int], tag: int) -> None:
         """A send or recv, before the backend is asked."""
@@ -237,12 +248,14 @@ class Backends:
 
     Args:
         backend: ``gloo`` or ``nccl``.
+        device: where this rank's tensors are.
         store: through which the processes find each other.
         rank: of this process.
     """
 
-    def __init__(self, backend: str, store: Any, rank: int) -> None:
+    def __init__(self, backend: str, device: torch.device, store: Any, rank: int) -> None:
         self._backend = backend
+        self._device = device
         self._store = store
         self._rank = rank
         self._groups: dict[tuple[tuple[int, ...], int], Any] = {}
@@ -266,13 +279,13 @@ class Backends:
         group_rank, size = members.index(self._rank), len(members)
         group: Any = dist.ProcessGroup(store, group_rank, size)
         if self._backend == "gloo":
-            kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+            kind = dist.ProcessGroup.BackendType.GLOO
             backend = _bindings.ProcessGroupGloo(store, group_rank, size, timeout=BACKEND_TIMEOUT)
         else:
-            kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda", torch.cuda.current_device())
+            kind = dist.ProcessGroup.BackendType.NCCL
             options = _bindings.ProcessGroupNCCL.Options()
             options._timeout = BACKEND_TIMEOUT
             backend = _bindings.ProcessGroupNCCL(store, group_rank, size, options)
         group._set_default_backend(kind)
-        group._register_backend(device, kind, backend)
+        group._register_backend(self._device, kind, backend)
         return group

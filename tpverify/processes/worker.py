@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -13,7 +14,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
 
-from tpverify.case import parse_case
+from tpverify.case import Case, parse_case
 from tpverify.lookup import config_types, load_subject
 from tpverify.processes.channel import Channel
 from tpverify.processes.errors_as_data import described
@@ -26,6 +27,7 @@ from tpverify.simulator.failures import rank_error
 from tpverify.simulator.process_group import SimProcessGroup
 from tpverify.simulator.rank_state import RankState
 from tpverify.simulator.recorder import Recorder, call_sites, hooks, recording
+from tpverify.subjects.subject import Subject
 
 _bindings: Any = torch._C._distributed_c10d
 
@@ -45,12 +47,15 @@ def serve(channel: Channel, rank: int, backend: str, store: str, store_size: int
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     torch.set_num_threads(1)
     tasks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    runner = _RankRunner(channel, rank, backend, _bindings.FileStore(store, store_size))
+    admissions: queue.SimpleQueue[None] = queue.SimpleQueue()
+    runner = _RankRunner(channel, admissions, rank, backend, _bindings.FileStore(store, store_size))
     thread = threading.Thread(target=runner.run_all, args=(tasks,), name=f"rank {rank}", daemon=True)
     thread.start()
     while (message := channel.receive()) is not None:
         if message[0] == "run":
             tasks.put(message[1])
+        elif message[0] == "admit":
+            admissions.put(None)
         else:
             frame = sys._current_frames().get(thread.ident or 0)
             channel.send("where", [str(site) for site in call_sites(frame)] if frame else [])
@@ -60,38 +65,46 @@ def serve(channel: Channel, rank: int, backend: str, store: str, store_size: int
 class _RankRunner:
     """Runs one case after the other on this process's rank."""
 
-    def __init__(self, channel: Channel, rank: int, backend: str, store: Any) -> None:
+    def __init__(self, channel: Channel, admissions: queue.SimpleQueue[None], rank: int, backend: str, store: Any) -> None:
         self._channel = channel
+        self._admissions = admissions
         self._rank = rank
         self._store = store
-        self._backends = Backends(backend, store, rank)
-        self._cases = 0
+        self._device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        self._backends = Backends(backend, self._device, store, rank)
 
     def run_all(self, tasks: queue.SimpleQueue[dict[str, Any]]) -> None:
         """Run cases as they come."""
-        while True:
-            task = tasks.get()
-            announcer = Announcer(self._channel)
-            try:
-                self._channel.send("returned", *self._run(task, announcer))
-            except BaseException as exception:  # noqa: B036 - whatever a rank raises is reported
-                self._channel.send("raised", *described(rank_error(self._rank, exception)), announcer.broken)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        with contextlib.suppress(OSError):  # the controller has hung up, and this process ends
+            while True:
+                self._answer(tasks.get())
 
-    def _run(self, task: dict[str, Any], announcer: Announcer) -> tuple[RankRun, list[Any]]:
-        enter_place(task["path"], task["folder"])
-        subject = load_subject(task["subject"])
-        case = parse_case(task["case"], config_types(subject))
+    def _answer(self, task: dict[str, Any]) -> None:
+        try:
+            subject, case = _loaded(task)
+        except Exception as error:
+            self._channel.send("unusable", f"{type(error).__name__}: {error}")
+            return
+        announcer = Announcer(self._channel, self._admissions)
+        try:
+            self._channel.send("returned", *self._run(subject, case, task, announcer))
+        except BaseException as exception:  # noqa: B036 - whatever a rank raises is reported
+            self._channel.send("raised", *described(rank_error(self._rank, exception)), announcer.broken)
+
+    def _run(self, subject: Subject, case: Case, task: dict[str, Any], announcer: Announcer) -> tuple[RankRun, list[Any]]:
         world_size = sum(map(len, group_layouts(case)))
-        self._cases += 1
         self._backends.start_case()
         program = rank_program(subject, case, self._rank, task["traced"])
         state = RankState(world_size, case.seed, subject.rank_local)
         endpoint = RecordedEndpoint(self._rank, announcer, Recorder(), capture_of(subject, case))
-        rendezvous = _Rendezvous(self._store, self._backends, announcer, self._cases, world_size)
+        rendezvous = _Rendezvous(self._store, self._backends, announcer, task["number"], world_size)
         with state.outside(), simulated_c10d(), hooks():
             state.enter(self._rank)
             with rendezvous.on_rank(endpoint), recording(endpoint.recorder), torch.autograd.set_multithreading_enabled(False):
-                run: RankRun = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, program())
+                with self._device if self._device.type == "cuda" else contextlib.nullcontext():
+                    run: RankRun = tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, program())
                 endpoint.finish()
         return run, endpoint.payloads()
 
@@ -114,6 +127,12 @@ class _Rendezvous(Rendezvous):
         """A recorded group over a real one."""
         inner = self._backends.take(members, lambda: self._announcer.connecting(key))
         return RecordedProcessGroup(inner, endpoint, name, key, group_rank, members)
+
+
+def _loaded(task: dict[str, Any]) -> tuple[Subject, Case]:
+    enter_place(task["path"], task["folder"])
+    subject = load_subject(task["subject"])
+    return subject, parse_case(task["case"], config_types(subject))
 
 
 def enter_place(path: list[str], folder: str) -> None:

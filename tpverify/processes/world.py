@@ -25,6 +25,7 @@ from tpverify.runner import group_layouts
 from tpverify.subjects.subject import Subject
 from tpverify.world import WorldRun
 
+AVAILABLE = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
 MOST_RANKS = 64
 SETTLE_SECONDS = 0.3
 """Once a rank has raised or died, how long the others may still say what explains it."""
@@ -45,15 +46,21 @@ class ProcessWorld:
     """
 
     def __init__(self, backend: str) -> None:
-        if not hasattr(os, "fork") or not dist.is_available() or (backend == "gloo" and not dist.is_gloo_available()):
+        if not hasattr(os, "fork") or not dist.is_available() or not AVAILABLE[backend]():
             raise CaseError(f"Expected a system with fork and a torch with {backend} but got {sys.platform} and torch {torch.__version__}")
         self._pool = Pool(backend, torch.cuda.device_count() if backend == "nccl" else MOST_RANKS)
         self._lock = threading.Lock()
+        self._cases = 0
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the ranks that are there, by rank."""
         return self._pool.pids
+
+    @property
+    def launcher_pid(self) -> int | None:
+        """Process id of the ranks' parent, if there is one."""
+        return self._pool.launcher_pid
 
     def run(self, subject: Subject, case: Case, *, traced: bool, timeout: float) -> WorldRun:
         """Run the parallel side of a case; see :class:`tpverify.world.World`."""
@@ -62,7 +69,9 @@ class ProcessWorld:
         with self._lock:
             try:
                 workers = self._pool.workers(world_size, subject.name)
-                task = {"subject": subject.name, "case": text, "traced": traced, "path": list(sys.path), "folder": os.getcwd()}
+                self._cases += 1
+                task = {"number": self._cases, "subject": subject.name, "case": text, "traced": traced}
+                task |= {"path": list(sys.path), "folder": os.getcwd()}
                 return self._execute(workers, task, timeout)
             except BaseException:
                 self._pool.kill()
@@ -73,17 +82,19 @@ class ProcessWorld:
         self._pool.close()
 
     def _execute(self, workers: Sequence[Worker], task: dict[str, object], timeout: float) -> WorldRun:
-        monitor = Monitor(len(workers))
-        with _Watch(workers, monitor) as watch:
+        with _Watch(workers) as watch:
+            monitor = watch.monitor
             for worker in workers:
-                watch.start(worker, task)
+                watch.tell(worker.rank, "run", task)
             timed_out = watch.follow(time.monotonic() + timeout)
             if timed_out:
                 watch.ask_where()
             left = [rank for rank in monitor.unfinished if rank not in watch.gone]
         reusable = not monitor.unfinished and monitor.failure is None and monitor.idle and not watch.gone
         statuses = {} if reusable else self._pool.kill()
-        failure = monitor.failure
+        if monitor.unusable:
+            raise CaseError(f"Expected {task['subject']!r} to be importable in other processes but got {monitor.unusable}")
+        failure = monitor.disagreement()
         if failure is None and watch.gone:
             failure = _died(min(watch.gone), statuses, monitor)
         elif failure is None and monitor.raised:
@@ -101,12 +112,13 @@ class _Watch:
 
     Attributes:
         gone: ranks whose process has ended.
+        monitor: what is known about the case.
     """
 
-    def __init__(self, workers: Sequence[Worker], monitor: Monitor) -> None:
+    def __init__(self, workers: Sequence[Worker]) -> None:
         self.gone: set[int] = set()
+        self.monitor = Monitor(len(workers), lambda rank: self.tell(rank, "admit"))
         self._workers = workers
-        self._monitor = monitor
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Watch:
@@ -117,12 +129,12 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._selector.close()
 
-    def start(self, worker: Worker, task: dict[str, object]) -> None:
-        """Send a rank its work."""
+    def tell(self, rank: int, *message: object) -> None:
+        """Send a rank a message."""
         try:
-            worker.channel.send("run", task)
+            self._workers[rank].channel.send(*message)
         except OSError:
-            self.gone.add(worker.rank)
+            self.gone.add(rank)
 
     def follow(self, deadline: float) -> bool:
         """Until all ranks have answered, they disagree, or none can go on; True if the deadline passed instead."""
@@ -131,26 +143,22 @@ class _Watch:
             limit = deadline if settled is None else min(deadline, settled)
             if not self._read(limit) and time.monotonic() >= limit:
                 return settled is None
-            if settled is None and (self.gone or self._monitor.raised):
+            if settled is None and (self.gone or self.monitor.raised or self.monitor.failure):
                 settled = time.monotonic() + SETTLE_SECONDS
         return False
 
     def ask_where(self) -> None:
         """Let the ranks that still run say where they are."""
-        running = {rank for rank in self._monitor.unfinished if not self._monitor.blocked(rank)}
-        for worker in self._workers:
-            if worker.rank in running - self.gone:
-                try:
-                    worker.channel.send("where")
-                except OSError:
-                    self.gone.add(worker.rank)
+        running = {rank for rank in self.monitor.unfinished if not self.monitor.blocked(rank)}
+        for rank in running - self.gone:
+            self.tell(rank, "where")
         limit = time.monotonic() + ANSWER_SECONDS
-        while running - self.gone - self._monitor.places.keys() and time.monotonic() < limit:
+        while running - self.gone - self.monitor.places.keys() and time.monotonic() < limit:
             self._read(limit)
 
     def _decided(self) -> bool:
-        running = [rank for rank in self._monitor.unfinished if rank not in self.gone]
-        return self._monitor.failure is not None or all(self._monitor.blocked(rank) for rank in running)
+        running = [rank for rank in self.monitor.unfinished if rank not in self.gone]
+        return self.monitor.disputed or all(self.monitor.blocked(rank) for rank in running)
 
     def _read(self, limit: float) -> bool:
         """Take in what has come by then; whether anything has."""
@@ -159,7 +167,7 @@ class _Watch:
             worker: Worker = key.data
             messages, alive = worker.channel.available()
             for message in messages:
-                self._monitor.take(worker.rank, message)
+                self.monitor.take(worker.rank, message)
             if not alive:
                 self.gone.add(worker.rank)
                 self._selector.unregister(worker.channel)

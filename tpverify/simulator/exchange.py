@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpverify.errors import CollectiveMismatch, SimulationError
-from tpverify.ledger.matching import CrossingDetector, disagreement, located, name_difference
+from tpverify.ledger.matching import CrossingDetector, disagreement, located, name_crossing, name_difference
 from tpverify.ledger.record import Record
 from tpverify.simulator import collectives
 from tpverify.simulator.recorder import call_sites
@@ -137,7 +137,8 @@ class Exchange:
         first, creator, where = self._created.setdefault(group, (members, rank, site))
         if first != members:
             message = "Expected all ranks to create their process groups in the same order but they differ:"
-            message += f"\n  rank {creator}  new_group({list(first)}){where}\n  rank {rank}  new_group({list(members)}){site}"
+            lines = sorted([(creator, f"new_group({list(first)}){where}"), (rank, f"new_group({list(members)}){site}")])
+            message += "".join(f"\n  rank {number}  {line}" for number, line in lines)
             self._scheduler.fail(CollectiveMismatch(message, tuple(sorted((creator, rank)))))
             raise Unwind
 
@@ -229,11 +230,7 @@ class Exchange:
                 continue
             crossed = state.crossings.setdefault(group_rank, CrossingDetector()).add(first, record)
             if crossed:
-                lines = [f"Expected rank {record.rank} to issue its collectives in the order of rank {first.rank} but the order differs:"]
-                for a, b in crossed:
-                    lines.append(f"  #{a.collective_seq_id} rank {a.rank}  {located(a)}")
-                    lines.append(f"  #{b.collective_seq_id} rank {b.rank}  {located(b)}")
-                self._mismatch("\n".join(lines), (first, record))
+                self._mismatch(name_crossing(crossed), (first, record))
 
     def _compute(self, meeting: Meeting, call: Call) -> None:
         inputs = [meeting.calls[rank].inputs for rank in range(len(meeting.members))]

@@ -72,7 +72,10 @@ def vocab_parallel_cross_entropy_configs(draw: st.DrawFn, world_size: int) -> Vo
 
 def loss_communication(tokens: int, label_smoothing: float, module: str) -> list[Collective]:
     """The collectives of the loss of ``tokens`` tokens: maximum, sum of exponentials, target logit, and the mean logit."""
-    return [Collective("all_reduce", "forward", module, 4 if label_smoothing else 3, tokens)]
+    return [
+        Collective("all_reduce", "forward", module, 1, tokens, "MAX"),
+        Collective("all_reduce", "forward", module, 3 if label_smoothing else 2, tokens, "SUM"),
+    ]
 
 
 def _communication(config: VocabParallelCrossEntropyConfig, world_size: int) -> list[Collective]:

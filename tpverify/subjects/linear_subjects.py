@@ -63,7 +63,8 @@ class ReferenceLinear(nn.Linear):
 @st.composite
 def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnParallelLinearConfig:
     """All options; sizes that do not divide come with ``uneven`` or are rare, to be refused."""
-    bias, sequence_parallel, uneven = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    # Every option is drawn in every case, used or not, so that Hypothesis can take one back without redrawing the rest.
+    bias, skip, gather, sequence_parallel, uneven = (draw(st.booleans()) for _ in range(5))
     seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("out_features",)))
     return ColumnParallelLinearConfig(
         seq=seq,
@@ -71,8 +72,8 @@ def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnPa
         in_features=draw(st.integers(1, 6)),
         out_features=draw(uneven_sizes(world_size) if uneven else divisible(world_size, flaw != "")),
         bias=bias,
-        gather_output=not sequence_parallel and draw(st.booleans()),
-        skip_bias_add=bias and draw(st.booleans()),
+        gather_output=gather and not sequence_parallel,
+        skip_bias_add=bias and skip,
         sequence_parallel=sequence_parallel,
         uneven=uneven,
     )
@@ -81,7 +82,7 @@ def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnPa
 @st.composite
 def row_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> RowParallelLinearConfig:
     """All options; sizes that do not divide come with ``uneven`` or are rare, to be refused."""
-    bias, sequence_parallel, uneven = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    bias, skip, whole, sequence_parallel, uneven = (draw(st.booleans()) for _ in range(5))
     seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("in_features",)))
     return RowParallelLinearConfig(
         seq=seq,
@@ -89,8 +90,8 @@ def row_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> RowParallel
         in_features=draw(uneven_sizes(world_size) if uneven else divisible(world_size, flaw != "")),
         out_features=draw(st.integers(1, 6)),
         bias=bias,
-        input_is_parallel=sequence_parallel or draw(st.booleans()),
-        skip_bias_add=bias and draw(st.booleans()),
+        input_is_parallel=sequence_parallel or not whole,
+        skip_bias_add=bias and skip,
         sequence_parallel=sequence_parallel,
         uneven=uneven,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class Collective:
         module: fnmatch pattern of the issuing module's path; the module under test itself has the path "".
         count: how many, on every rank.
         elements: size of each message in elements (the larger of input and output); None = any.
+        reduce_op: ``SUM``, ``MAX``, ...; "" = any.
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Collective:
     module: str = "*"
     count: int = 1
     elements: int | None = None
+    reduce_op: str = ""
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -121,13 +124,15 @@ class Subject:
             returns it; the first pattern that matches decides. DTensor parameters need none.
         outputs: placement of the output, or of each output (tuple), or a function of the config that returns either.
         finalize_gradients: what the code under test does to its module after backward.
-        communication: (config, world_size) -> the exact collectives of one forward and backward; None = only recorded.
-        rejects: (config, world_size) -> this case must be refused with a ValueError, not computed.
+        communication: (config, world_size) -> the exact collectives of one forward and backward; None, of either = only recorded.
+        rejects: (config, world_size) -> this case must be refused with a ``refusal``, not computed.
         vocabulary: config -> :class:`Vocabulary`; None = nothing is cut along a vocabulary.
         exact: whether all arithmetic is exact on small integers, so that results agree bitwise; a bool or config -> bool.
         subgroups: ``parallel`` honours :func:`tpverify.tp_group`, so two TP groups may share a world.
         rank_local: names of modules whose global variables belong to a rank (Megatron's ``parallel_state``).
         precision: narrowest dtype on the path; bounds the agreement that can be expected.
+        refusal: the exception by which a rank refuses a case; other people's code may have its own.
+        context: config -> context manager that surrounds all ranks of a run, for what a process has only once (``loss_parallel``).
     """
 
     name: str
@@ -138,13 +143,15 @@ class Subject:
     placements: Mapping[str, PlacementLike] | Callable[[Any], Mapping[str, PlacementLike]] | None = None
     outputs: PlacementLike | tuple[PlacementLike, ...] | Callable[[Any], Any] = Replicate()
     finalize_gradients: Callable[[torch.nn.Module], None] | None = None
-    communication: Callable[[Any, int], Sequence[Collective]] | None = None
+    communication: Callable[[Any, int], Sequence[Collective] | None] | None = None
     rejects: Callable[[Any, int], bool] | None = None
     vocabulary: Callable[[Any], Vocabulary] | None = None
     exact: bool | Callable[[Any], bool] = False
     subgroups: bool = False
     rank_local: tuple[str, ...] = ()
     precision: torch.dtype = torch.float64
+    refusal: type[Exception] = ValueError
+    context: Callable[[Any], AbstractContextManager[Any]] | None = None
 
     def placements_for(self, config: Any) -> dict[str, Placement]:
         """The parameter placements of one config, by pattern."""

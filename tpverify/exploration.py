@@ -1,0 +1,140 @@
+"""Draws cases of a subject until enough have run, and shrinks every different failure by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Flaky, Unsatisfiable
+
+from tpverify.case import Case
+from tpverify.errors import SubjectError
+from tpverify.session import Key, Session, key_of, size_of
+from tpverify.strategies import cases
+from tpverify.violation import Violation
+
+CASES_AFTER_FAILURE = 50
+"""How many more cases are drawn once one has failed, to find other failures beside it."""
+
+BATCH = 10
+"""Cases drawn from one seed: Hypothesis varies what it drew before, so many short runs see more kinds of cases than a long one."""
+
+SEED_STEP = 1_000_003
+"""Keeps the batches of neighbouring seeds apart."""
+
+REPEATS = 4
+"""Hypothesis may draw this many times the cases asked for, since it draws some of them again."""
+
+SECONDS_AFTER_FAILURE = 300.0
+"""How long drawing and shrinking may go on once a case has failed; cases are quick, so only a very slow subject gets there."""
+
+MOST_SHRUNK = 12
+"""How many different failures are shrunk, each by itself."""
+
+
+class _Enough(Exception):
+    """No more cases are wanted."""
+
+
+class _Shown(Exception):
+    """The case shows the failure that is being shrunk."""
+
+
+class Explorer:
+    """Draws and shrinks cases with Hypothesis, reproducibly from one seed."""
+
+    def __init__(self, session: Session, world_sizes: Sequence[int], max_examples: int, seed: int) -> None:
+        self._session = session
+        self._cases = cases(session.subject, world_sizes)
+        self._max_examples = max_examples
+        self._seed = seed
+        self._patience = math.inf
+        self._order = list(session.checks)
+        self._batch_of: dict[Key, int] = {}
+
+    def explore(self, progress: Callable[[int, int], None] | None) -> dict[Key, Case]:
+        """Draw cases; the smallest case that showed each failure."""
+        smallest: dict[Key, Case] = {}
+        left = self._max_examples
+        batch = 0
+
+        def explore(case: Case) -> None:
+            nonlocal left
+            if left <= 0 or self._session.timed_out or time.monotonic() > self._patience:
+                raise _Enough
+            before = self._session.cases_run
+            violations = self._session.run(case)
+            left -= self._session.cases_run - before
+            if violations:
+                self._patience = min(self._patience, time.monotonic() + SECONDS_AFTER_FAILURE)
+                left = min(left, CASES_AFTER_FAILURE)
+            for violation in violations:
+                known = smallest.get(key_of(violation))
+                if known is None or size_of(case) < size_of(known):
+                    smallest[key_of(violation)] = case
+                    self._batch_of[key_of(violation)] = batch
+            if progress is not None:
+                progress(self._session.cases_run, self._max_examples)
+
+        with contextlib.suppress(_Enough):
+            for batch in range(-(-REPEATS * self._max_examples // BATCH)):
+                self._drive(explore, (Phase.generate,), batch)
+        return smallest
+
+    def shrink_all(self, shown: dict[Key, Case]) -> list[Violation]:
+        """Each failure on the smallest case that shows it; failures that a reported case shows as well are not shrunk again."""
+        reported: dict[Key, list[Violation]] = {}
+        keys = sorted(shown, key=lambda key: (self._order.index(key[0]), key[1]))
+        first_of_check = {check: next(key for key in keys if key[0] == check) for check, _ in keys}
+        for key in [*first_of_check.values(), *(key for key in keys if key not in first_of_check.values())]:
+            if key in reported:
+                continue
+            shrunk = len(reported) < MOST_SHRUNK and not self._session.timed_out and time.monotonic() < self._patience
+            case = self._shrink(key, shown[key]) if shrunk else shown[key]
+            for violation in self._session.run(case):
+                if violation.check == key[0] and key_of(violation) not in reported or key_of(violation) == key:
+                    reported.setdefault(key_of(violation), [])
+                    if violation not in reported[key_of(violation)]:
+                        reported[key_of(violation)].append(violation)
+        violations = [violation for found in reported.values() for violation in found]
+        return sorted(violations, key=lambda violation: (self._order.index(violation.check), violation.tensor))
+
+    def _shrink(self, key: Key, fallback: Case) -> Case:
+        smallest = fallback
+
+        def show(case: Case) -> None:
+            nonlocal smallest
+            if time.monotonic() > self._patience:
+                return  # what fails no longer is flaky to Hypothesis, which ends there
+            with contextlib.suppress(SubjectError):  # a smaller case may be one that the reference cannot run
+                if any(key_of(violation) == key for violation in self._session.run(case)):
+                    smallest = case
+                    raise _Shown
+
+        try:
+            self._drive(show, (Phase.generate, Phase.shrink), self._batch_of[key])
+        except (_Shown, Flaky):
+            return smallest
+        return fallback
+
+    def _drive(self, function: Callable[[Case], None], phases: tuple[Phase, ...], batch: int) -> None:
+        config = settings(
+            max_examples=BATCH,
+            phases=phases,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            verbosity=hypothesis.Verbosity.quiet,
+        )
+        test = hypothesis.seed(self._seed + batch * SEED_STEP)(config(given(self._cases)(function)))
+        try:
+            test()
+        except Unsatisfiable as error:
+            name = self._session.subject.name
+            raise SubjectError(f"Expected configs of subject {name} to hold at least one config but none could be drawn") from error
