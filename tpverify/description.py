@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,21 @@ def check_description(subject: Subject, case: Case) -> None:
         asked("communication", lambda: _check_communication(expected))
 
 
+def checked_module(side: str, built: Any) -> torch.nn.Module:
+    """What the subject's ``side`` (reference, parallel) built; raises :class:`SubjectError` unless it is a module."""
+    if not isinstance(built, torch.nn.Module):
+        raise SubjectError(f"Expected {side}(config) to return a torch.nn.Module but got {built!r}")
+    return built
+
+
+def check_lookup(subject: Subject, case: Case, module: torch.nn.Module) -> None:
+    """A path that matches no module would switch the ``vocabulary`` check off without a word: raise :class:`SubjectError`."""
+    lookup = subject.vocabulary(case.config).lookup if subject.vocabulary else ""
+    paths = [path for path, _ in module.named_modules()]
+    if lookup and not any(fnmatchcase(path, lookup) for path in paths):
+        raise SubjectError(f"Expected the vocabulary's lookup={lookup!r} to match a module's path but got {', '.join(map(repr, paths))}")
+
+
 def _check_config(config: Any) -> None:
     if not hasattr(type(config), "__dataclass_params__") or not type(config).__dataclass_params__.frozen:
         raise SubjectError(f"Expected a config that is a frozen dataclass but got config={config!r} of type {type(config).__name__}")
@@ -111,5 +127,9 @@ def _check_vocabulary(vocabulary: Any, inputs: Mapping[str, Input]) -> None:
 
 
 def _check_communication(expected: Any) -> None:
+    if expected is None:
+        return  # only recorded
+    if expected is None:
+        return
     if not isinstance(expected, Sequence) or not all(isinstance(collective, Collective) for collective in expected):
         raise SubjectError(f"Expected a list of tpverify.Collective but got {expected!r}")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpverify import modules, values
 from tpverify.case import Case
 from tpverify.current_group import use_tp_group
-from tpverify.description import check_description, check_subject
+from tpverify.description import check_description, check_lookup, check_subject, checked_module
 from tpverify.errors import SimulationError, SubjectError
 from tpverify.ledger.ledger import Ledger
 from tpverify.run import Comparison, ModuleCall, Placed, RankRun, Run
@@ -83,21 +83,22 @@ def run_both(
     layouts = group_layouts(case)
     sides = [_reference_side(subject, case, group, traced) for group in range(len(layouts))]
     program = _rank_program(subject, case, {group: side.logical for group, side in enumerate(sides)}, traced)
-    ledger, results, failure = (
-        world.run(subject, case, traced=traced, timeout=timeout)
-        if world is not None
-        else run_world(
-            program,
-            sum(len(members) for members in layouts),
-            args=(),
-            seed=case.seed,
-            timeout=timeout,
-            rank_local=subject.rank_local,
-            capture=capture_of(subject, case),
-            schedule=schedule,
-            reduction_order=reduction_order,
+    with subject.context_for(case.config):
+        ledger, results, failure = (
+            world.run(subject, case, traced=traced, timeout=timeout)
+            if world is not None
+            else run_world(
+                program,
+                sum(len(members) for members in layouts),
+                args=(),
+                seed=case.seed,
+                timeout=timeout,
+                rank_local=subject.rank_local,
+                capture=capture_of(subject, case),
+                schedule=schedule,
+                reduction_order=reduction_order,
+            )
         )
-    )
     cause = getattr(failure, "exception", None)
     if isinstance(cause, SubjectError):
         shared = "; two TP groups share the world here: does every module use tpverify.tp_group()?" if case.groups != "world" else ""
@@ -130,7 +131,7 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Ref
     try:
         with torch.random.fork_rng(devices=[]), _default_dtype(subject.precision):
             torch.manual_seed(case.seed)
-            module = _module("reference", subject.reference(case.config))
+            module = checked_module("reference", subject.reference(case.config))
             logical = _draw(subject, case, group, module)
             modules.load_logical(module, logical.parameters)
             leaves = {name: _leaf(logical.inputs[name], spec, case.layout, subject.precision) for name, spec in logical.specs.items()}
@@ -183,20 +184,6 @@ def _unrun_reference(subject: Subject, case: Case, group: int) -> Reference:
 
 def _precision_hint(subject: Subject, error: BaseException) -> str:
     return f" (inputs are {subject.precision}: see Subject.precision)" if "dtype" in str(error) else ""
-
-
-def _module(side: str, built: Any) -> nn.Module:
-    if not isinstance(built, nn.Module):
-        raise SubjectError(f"Expected {side}(config) to return a torch.nn.Module but got {built!r}")
-    return built
-
-
-def _check_lookup(subject: Subject, case: Case, module: nn.Module) -> None:
-    """A path that matches no module would switch the ``vocabulary`` check off without a word."""
-    lookup = subject.vocabulary(case.config).lookup if subject.vocabulary else ""
-    paths = [path for path, _ in module.named_modules()]
-    if lookup and not any(fnmatchcase(path, lookup) for path in paths):
-        raise SubjectError(f"Expected the vocabulary's lookup={lookup!r} to match a module's path but got {', '.join(map(repr, paths))}")
 
 
 @contextlib.contextmanager
@@ -284,8 +271,8 @@ def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
 def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: bool) -> RankRun:
     """One rank's program: build, load, forward, backward, finalise, collect."""
     size = case.world_size
-    module = _module("parallel", subject.parallel(case.config))
-    _check_lookup(subject, case, module)
+    module = checked_module("parallel", subject.parallel(case.config))
+    check_lookup(subject, case, module)
     current = recorder.current()
     if current is not None:
         current.name_modules(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -127,10 +128,10 @@ def typical_case(subject: Subject, world_size: int, seed: int = 0) -> Case:
     return max(found, key=lambda case: (-_collectives(subject, case), -_options_changed(case.config), _total_size(case.config), repr(case)))
 
 
-def _collectives(subject: Subject, case: Case) -> int:
-    """How many collectives the subject declares: options that need more of them are not what is typical."""
+def _collectives(subject: Subject, case: Case) -> float:
+    """How many collectives the subject declares: options that need more, or for which it declares nothing, are not what is typical."""
     declared = subject.communication(case.config, case.world_size) if subject.communication else ()
-    return sum(collective.count for collective in declared)
+    return math.inf if declared is None else sum(collective.count for collective in declared)
 
 
 def _options_changed(config: Any) -> int:

@@ -11,6 +11,10 @@ from tpverify.checks.diagnosis import diagnose
 from tpverify.run import Comparison, Placed
 from tpverify.sharding import Partial, Replicate, describe, shard
 from tpverify.tolerance import compare, tolerance, unit_roundoff
+from tpverify.values import SPIKE
+
+NOT_ROUNDING = 1e4
+"""An error of fewer times the bound is no sign of a narrower dtype, which is coarser by 5e8."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ def bound_of(comparison: Comparison) -> float:
     wide = unit_roundoff(comparison.subject.precision) <= 2.0**-24
     if wide and comparison.case.values == "integers" and comparison.subject.exact_for(comparison.case.config):
         return 0.0
-    return tolerance(comparison.subject.precision, comparison.reference.depth, comparison.reference.terms)
+    bound = tolerance(comparison.subject.precision, comparison.reference.depth, comparison.reference.terms)
+    # A relative error u of x is an absolute one of u * |x|, and exp makes that a relative one again.
+    return bound * SPIKE if comparison.case.values == "spike" else bound
 
 
 def gradient_scale(comparison: Comparison) -> float:
@@ -98,12 +104,17 @@ def _rounding(comparison: Comparison, expected: torch.Tensor, actual: Mapping[in
     if not expected.is_floating_point() or (dtype is comparison.subject.precision and not exact):
         return ""
     bound = tolerance(dtype, comparison.reference.depth, comparison.reference.terms)
+    coarse = exact
     for rank, placed in actual.items():
         part = shard(expected, placed.layout, rank, comparison.case.world_size)
         if placed.local is None or isinstance(placed.layout, Partial) or placed.local.shape != part.shape:
             return ""
-        if compare(placed.local, part, bound=bound, scale=rms * part.numel() ** 0.5) is not None:
+        scale = rms * part.numel() ** 0.5
+        if compare(placed.local, part, bound=bound, scale=scale) is not None:
             return ""
+        coarse = coarse or compare(placed.local, part, bound=NOT_ROUNDING * bound_of(comparison), scale=scale) is not None
+    if not coarse:
+        return ""
     if exact:
         return f"{dtype} rounding fits this: exact=True promises arithmetic without rounding on small integers"
     return f"{dtype} rounding fits this: if the code is meant to compute in it, the subject needs precision={dtype}"

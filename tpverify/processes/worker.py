@@ -100,7 +100,7 @@ class _RankRunner:
         state = RankState(world_size, case.seed, subject.rank_local)
         endpoint = RecordedEndpoint(self._rank, announcer, Recorder(), capture_of(subject, case))
         rendezvous = _Rendezvous(self._store, self._backends, announcer, task["number"], world_size)
-        with state.outside(), simulated_c10d(), hooks():
+        with subject.context_for(case.config), state.outside(), simulated_c10d(), hooks():
             state.enter(self._rank)
             with rendezvous.on_rank(endpoint), recording(endpoint.recorder), torch.autograd.set_multithreading_enabled(False):
                 with self._device if self._device.type == "cuda" else contextlib.nullcontext():

@@ -5,6 +5,11 @@ from __future__ import annotations
 from tpverify.subjects.attention_subject import attention
 from tpverify.subjects.block import transformer_block
 from tpverify.subjects.cross_entropy_subject import vocab_parallel_cross_entropy
+from tpverify.subjects.dtensor_attention import dtensor_attention
+from tpverify.subjects.dtensor_embedding import dtensor_embedding
+from tpverify.subjects.dtensor_llama import dtensor_llama
+from tpverify.subjects.dtensor_loss import dtensor_loss
+from tpverify.subjects.dtensor_mlp import dtensor_mlp
 from tpverify.subjects.embedding import vocab_parallel_embedding
 from tpverify.subjects.language_model_subjects import bert, gpt
 from tpverify.subjects.linear_subjects import column_parallel_linear, row_parallel_linear
@@ -26,5 +31,10 @@ BUILTIN: dict[str, Subject] = {
         gpt,
         bert,
         all_gather_attention_block,
+        dtensor_mlp,
+        dtensor_attention,
+        dtensor_embedding,
+        dtensor_loss,
+        dtensor_llama,
     )
 }

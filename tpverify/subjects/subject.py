@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +162,10 @@ class Subject:
         """The output placement(s) of one config."""
         outputs = self.outputs(config) if callable(self.outputs) else self.outputs
         return tuple(as_placement(output) for output in outputs) if isinstance(outputs, tuple) else as_placement(outputs)
+
+    def context_for(self, config: Any) -> AbstractContextManager[Any]:
+        """What surrounds all ranks of a run in one process."""
+        return nullcontext() if self.context is None else self.context(config)
 
     def exact_for(self, config: Any) -> bool:
         """Whether integer-valued runs of this config must agree bitwise."""
