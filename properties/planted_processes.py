@@ -134,6 +134,7 @@ def _received_from_nobody(share: Tensor) -> Tensor:
 
 def _values_in_the_store(share: Tensor) -> Any:
     store: Any = dist.distributed_c10d._get_default_store()
+    assert store.add("visits", 1) <= dist.get_world_size()
     store.set(f"from {dist.get_rank()}", str(10 * dist.get_rank()))
     return [torch.tensor(int(store.get(f"from {rank}"))) for rank in range(dist.get_world_size())]
 

@@ -67,7 +67,12 @@ class Explorer:
             if left <= 0 or self._session.timed_out or time.monotonic() > self._patience:
                 raise _Enough
             before = self._session.cases_run
-            violations = self._session.run(case)
+            try:
+                violations = self._session.run(case)
+            except SubjectError:
+                if smallest:  # what was found counts, whatever another case brings to light about the subject
+                    raise _Enough from None
+                raise
             left -= self._session.cases_run - before
             if violations:
                 self._patience = min(self._patience, time.monotonic() + SECONDS_AFTER_FAILURE)

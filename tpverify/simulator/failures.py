@@ -1,4 +1,4 @@
-"""What a failed run says about the rank that raised: its own traceback, without the simulator's frames."""
+"""What a failed run says about the rank that raised: its own traceback, without the harness's frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from types import TracebackType
 from tpverify.errors import Deadlock, RankError
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("simulator", "processes"))
+_SUBJECTS = os.path.join(_PACKAGE, "subjects") + os.sep
+
+
+def _is_ours(filename: str) -> bool:
+    """Whether a file is the harness's; the built-in subjects are code under test."""
+    return filename.startswith(_PACKAGE + os.sep) and not filename.startswith(_SUBJECTS)
 
 
 def rank_error(rank: int, exception: BaseException, consequence: str = "") -> RankError:
@@ -38,9 +43,9 @@ def deadlock(waiting: Mapping[int, str], world_size: int) -> Deadlock:
 
 
 def _from_user(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is not the simulator's."""
+    """The traceback from the first frame that is not the harness's."""
     user = trace
-    while user is not None and user.tb_frame.f_code.co_filename.startswith(_OWN):
+    while user is not None and _is_ours(user.tb_frame.f_code.co_filename):
         user = user.tb_next
     return user or trace
 
@@ -52,6 +57,6 @@ def _hide_own_frames(report: traceback.TracebackException) -> None:
         part = todo.pop()
         if part is not None and not any(part is known for known in seen):
             seen.append(part)
-            kept = [frame for frame in part.stack if not frame.filename.startswith(_OWN)]
+            kept = [frame for frame in part.stack if not _is_ours(frame.filename)]
             part.stack[:] = kept
             todo += [part.__cause__, part.__context__]
