@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large], "print_blob": True}
 
 settings.register_profile("dev", max_examples=30, **COMMON)
-settings.register_profile("ci", max_examples=100, derandomize=True, **COMMON)
+settings.register_profile("ci", max_examples=50, derandomize=True, **COMMON)
 settings.register_profile("nightly", max_examples=2000, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 

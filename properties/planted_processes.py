@@ -139,15 +139,8 @@ def _values_in_the_store(share: Tensor) -> Any:
     return [torch.tensor(int(store.get(f"from {rank}"))) for rank in range(dist.get_world_size())]
 
 
-def _broadcast_to_nobody(share: Tensor) -> Tensor:
-    if dist.get_rank() == 0:
-        dist.broadcast(share, 0)  # gloo's root would not wait
-    return share
-
-
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "every kind": _every_kind,
-    "broadcast to nobody": _broadcast_to_nobody,
     "store": _values_in_the_store,
     "groups that differ": _groups_that_differ,
     "never waited": _never_waited,

@@ -118,10 +118,7 @@ def test_unsound_use_of_buffers_is_found_as_in_the_simulator(world: ProcessWorld
     assert [set(record.hazards) for record in real.ledger.rank(0)] == [set(record.hazards) for record in simulated.ledger.rank(0)]
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["skip", "maximum", "bigger", "groups that differ", "broadcast to nobody", "received from nobody", "finally", "raise"],
-)
+@pytest.mark.parametrize("what", ["skip", "maximum", "bigger", "groups that differ", "received from nobody", "finally", "raise"])
 def test_errors_are_the_simulators(world: ProcessWorld, what: str) -> None:
     simulated = run(None, what).parallel.error
     started = time.monotonic()

@@ -94,7 +94,7 @@ class Monitor:
     def take(self, rank: int, message: tuple[Any, ...]) -> None:
         """What a rank announces, in its order; after a disagreement only what the others say at the same place is of interest."""
         kind, *arguments = message
-        if self.failure is None or kind in ("handling", "issue"):
+        if self.failure is None or kind == "issue":
             with contextlib.suppress(Unwind):
                 getattr(self, f"_on_{kind}")(rank, *arguments)
 
@@ -163,9 +163,6 @@ class Monitor:
         if key in self._creations:
             self._waits[rank] = self._creations[key]
 
-    def _on_handling(self, rank: int, *error: Any) -> None:
-        self._handled[rank] = rebuilt(rank, *error)
-
     def _on_issue(
         self,
         rank: int,
@@ -175,11 +172,15 @@ class Monitor:
         inputs: Sequence[tuple[Sequence[int], str]],
         outputs: Sequence[tuple[Sequence[int], str]],
         parts: tuple[int, ...] | None,
+        handled: tuple[str, Sequence[str], str] | None,
     ) -> None:
         place = (key, record.collective_seq_id)
         if self.failure is not None and place != self._dispute:
             return
         self._announced.setdefault(place, {})[rank] = record
+        self._handled.pop(rank, None)
+        if handled is not None:
+            self._handled[rank] = rebuilt(rank, *handled)
         self._records[rank, record.op_id] = record
         if self.failure is not None:
             return
@@ -200,7 +201,6 @@ class Monitor:
         self._began(rank, record, message)
 
     def _began(self, rank: int, record: Record, wait: Wait) -> None:
-        self._handled.pop(rank, None)
         self._under_way[rank, record.op_id] = wait
         if not record.is_async:
             self._waits[rank] = wait

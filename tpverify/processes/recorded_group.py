@@ -94,12 +94,11 @@ class Announcer:
 
     def issued(self, key: str, group_rank: int, record: Record, call: Call) -> None:
         """A collective, before the backend is asked; returns when it may be."""
-        handled = sys.exc_info()[1]
-        if handled is not None:
-            self._channel.send("handling", *described(rank_error(record.rank, handled)))
+        exception = sys.exc_info()[1]
+        handled = None if exception is None else described(rank_error(record.rank, exception))
         inputs = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in call.inputs]
         outputs = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in call.outputs]
-        self._channel.send("issue", key, group_rank, _bare(record), inputs, outputs, call.parts)
+        self._channel.send("issue", key, group_rank, _bare(record), inputs, outputs, call.parts, handled)
         if not call.is_async:
             self._admissions.get()
 

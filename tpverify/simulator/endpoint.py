@@ -204,6 +204,11 @@ class Endpoint:
         for _, index in self._unsettled.values():
             self._add_hazard(index, "never waited")
 
+    def release(self) -> None:
+        """Let go of the run's modules and records: PyTorch keeps DTensors' meshes for good, and with them their groups and this."""
+        self.recorder, self._records = Recorder(), []
+        self._unsettled.clear()
+
     def discard(self) -> None:
         """Give up whatever is in flight, also in c10d's registry of what functional collectives have promised."""
         for work, _ in list(self._unsettled.values()):

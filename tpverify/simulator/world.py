@@ -133,6 +133,8 @@ def run_world(
         except SimulationError as error:
             failure = error
         unreceived = {(record.rank, record.op_id) for record in exchange.unreceived()} if failure is None else set()
+        for endpoint in endpoints:
+            endpoint.release()
     marked = (replace(r, hazards=(*r.hazards, "never received")) if (r.rank, r.op_id) in unreceived else r for r in records)
     return Ledger(marked), results, failure
 
