@@ -207,17 +207,18 @@ run_both(subject, Case(subject.name, Behaviour("sleep"), 2), world=world)
 """
 
 
-def test_no_process_outlives_its_controller() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "properties")])}
+def test_nothing_outlives_its_controller(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "properties")]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as controller:
         assert controller.stdout is not None
         pids = [int(pid) for pid in controller.stdout.readline().split()]
-        assert len(pids) == 3 and all(map(alive, pids))
+        assert len(pids) == 3 and all(map(alive, pids)) and list(tmp_path.glob("tpverify-*"))
         started = time.monotonic()
         controller.kill()
         while any(map(alive, pids)):
             assert time.monotonic() - started < SOON
             time.sleep(0.02)
+    assert not list(tmp_path.glob("tpverify-*"))
 
 
 def test_ctrl_c_ends_the_command_line_with_130_and_no_orphan(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,10 +27,12 @@ class Launcher:
 
     Args:
         connection: to the controller.
+        folder: what the processes share; removed in the end, since the controller may not be there to do it.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, folder: str) -> None:
         self._connection = connection
+        self._folder = folder
         self._control = Channel(connection)
         self._children: dict[int, int] = {}
 
@@ -42,6 +45,7 @@ class Launcher:
                 handlers[kind](*arguments)
         finally:
             self._end_all()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _load(self, path: list[str], folder: str, subject: str) -> None:
         """Import what all ranks will need; a rank that cannot import it says so itself."""
@@ -88,5 +92,5 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    Launcher(socket.socket(fileno=int(sys.argv[1]))).run()
+    Launcher(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]).run()
     os._exit(0)  # an interpreter full of libraries takes its time to go

@@ -134,7 +134,7 @@ class Pool:
             ours, theirs = socket.socketpair()
             self._folder = tempfile.mkdtemp(prefix="tpverify-")
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", LAUNCHER, str(theirs.fileno())],
+                [sys.executable, "-m", LAUNCHER, str(theirs.fileno()), self._folder],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the controller's stdout is its result
