@@ -53,6 +53,39 @@ zero_elsewhere = plant(row_parallel_linear, "zero_elsewhere", BiasBeforeReductio
 rank_zero_only = plant(zero_elsewhere, "rank_zero_only", parallel=bias_on_rank_zero)
 
 
+def bias_on_last_rank(config: RowParallelLinearConfig) -> nn.Module:
+    """Only the last rank of the group has a bias."""
+    module: Any = zero_elsewhere.parallel(config)
+    if module.group.rank() < module.group.size() - 1:
+        module.bias = None
+    return module  # type: ignore[no-any-return]
+
+
+last_rank_only = plant(zero_elsewhere, "last_rank_only", parallel=bias_on_last_rank)
+
+
+class BiasHeldTwice(BiasBeforeReduction):
+    """The last rank has the bias, and adds it once for every rank."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """With a multiple of this rank's bias."""
+        return with_bias(F.linear(x, self.weight), None if self.bias is None else self.bias * self.group.size())
+
+
+held_twice = plant(row_parallel_linear, "held_twice", BiasHeldTwice, configs=added_bias, placements=partial_bias)
+
+
+def repeated_bias_on_last_rank(config: RowParallelLinearConfig) -> nn.Module:
+    """As ``bias_on_last_rank``, but wrong."""
+    module: Any = held_twice.parallel(config)
+    if module.group.rank() < module.group.size() - 1:
+        module.bias = None
+    return module  # type: ignore[no-any-return]
+
+
+last_rank_repeats = plant(held_twice, "last_rank_repeats", parallel=repeated_bias_on_last_rank)
+
+
 class Share(torch.autograd.Function):
     """1 / world size of a value whose gradient stays whole."""
 

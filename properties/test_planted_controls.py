@@ -13,6 +13,7 @@ from tpverify.subjects.linear_subjects import column_parallel_linear, row_parall
 PLANTED = [
     controls.zero_elsewhere,
     controls.rank_zero_only,
+    controls.last_rank_only,
     controls.bias_divided,
     controls.sequence_scattered,
     controls.input_needs_no_gradient,
@@ -40,3 +41,7 @@ def test_a_control_passes(subject: tpv.Subject) -> None:
 def test_a_control_fails_once_what_makes_it_right_is_not_declared(subject: tpv.Subject, change: dict[str, object], check: str) -> None:
     changed = plant(subject, f"{subject.name}_undeclared", **change)
     assert broken_checks(tpv.verify(changed, max_examples=60, seed=0, checks=(check,))) == {check}
+
+
+def test_a_bias_that_the_last_rank_adds_more_than_once_fails() -> None:
+    assert "forward" in broken_checks(tpv.verify(controls.last_rank_repeats, max_examples=60, seed=0))

@@ -80,7 +80,7 @@ def test_plain_data_and_runs_arrive(value: Any) -> None:
     assert type(received) is type(value) and received == value
 
 
-@pytest.mark.parametrize("value", [object(), print, {1: 2}, torch.float32, {"a": ValueError("x")}], ids=repr)
+@pytest.mark.parametrize("value", [object(), print, {1: 2}, torch.float32, {"a": ValueError("x")}], ids=lambda value: type(value).__name__)
 def test_nothing_else_is_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="Expected"):
         encode(value)

@@ -127,6 +127,16 @@ def test_globals_of_other_modules_are_shared(state: types.ModuleType) -> None:
     assert len(set(run(program))) == 1
 
 
+def test_a_variable_that_one_rank_turns_into_a_function_is_still_there_when_it_comes_back(state: types.ModuleType) -> None:
+    def program(rank: int) -> Any:
+        if rank == 0:
+            state.GROUP = fine
+        dist.barrier()
+        return state.GROUP
+
+    assert run(program, rank_local=[MODULE]) == [fine, None, None]
+
+
 def test_default_dtype_and_environment_are_the_ranks_own() -> None:
     def program(rank: int) -> tuple[Any, ...]:
         if rank == 1:

@@ -66,7 +66,27 @@ def test_initialising_names_any_backend(backend: str | None) -> None:
             dist.all_reduce(x, group=group)
         return x.item(), dist.get_backend(), dist.get_world_size(group), dist.get_rank(group)
 
-    assert run(program, 3).results == [(6.0, "sim", 2, 0), (3.0, "sim", -1, -1), (6.0, "sim", 2, 1)]
+    asked = backend or "gloo"
+    assert run(program, 3).results == [(6.0, asked, 2, 0), (3.0, asked, -1, -1), (6.0, asked, 2, 1)]
+
+
+def test_get_backend_answers_what_the_program_asked_for() -> None:
+    def program(rank: int) -> list[str]:
+        answers = [dist.get_backend()]
+        dist.init_process_group("nccl")
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo")]
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, rank, group=groups[0])
+        assert gathered == [0, 1]
+        answers += [dist.get_backend(group) for group in (None, *groups)]
+        mesh = init_device_mesh("cpu", (2,))
+        assert distribute_tensor(torch.ones(2), mesh, [Shard(0)]).full_tensor().tolist() == [1.0, 1.0]
+        dist.monitored_barrier(groups[1])
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        return [*answers, dist.get_backend()]
+
+    assert run(program, 2).results == [["gloo", "nccl", "nccl", "gloo", "gloo"]] * 2
 
 
 def test_a_destroyed_world_can_be_initialised_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ from tpverify.errors import CaseError
 VALUES = ("normal", "integers", "edges", "one_shard", "repeated", "spike")
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
 GROUPS = ("world", "blocks", "strided")
+CALLS = ("once", "twice", "interleaved")
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +33,8 @@ class Case:
         layout: memory layout of floating-point inputs and of the cotangent.
         groups: ``world``: the TP group is the world. ``blocks`` / ``strided``: two TP groups of ``world_size`` ranks each
             run side by side with different data, on ranks [0..W) and [W..2W), or on the even and the odd ranks.
+        calls: ``once``: forward and backward. ``twice``: both once more on the same module, with other inputs; gradients accumulate.
+            ``interleaved``: two calls of forward, then the backward of the first call and that of the second, as in a pipeline.
     """
 
     subject: str
@@ -40,15 +44,21 @@ class Case:
     values: str = "normal"
     layout: str = "contiguous"
     groups: str = "world"
+    calls: str = "once"
 
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
             raise CaseError(f"Expected a world size of at least 1 but got world_size={self.world_size!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise CaseError(f"Expected an integer but got seed={self.seed!r}")
-        for name, allowed in (("values", VALUES), ("layout", LAYOUTS), ("groups", GROUPS)):
+        for name, allowed in (("values", VALUES), ("layout", LAYOUTS), ("groups", GROUPS), ("calls", CALLS)):
             if getattr(self, name) not in allowed:
                 raise CaseError(f"Expected one of {', '.join(allowed)} but got {name}={getattr(self, name)!r}")
+
+    @property
+    def call_count(self) -> int:
+        """How often the module is called."""
+        return 1 if self.calls == "once" else 2
 
     def __repr__(self) -> str:
         parts = [repr(self.subject), short_repr(self.config), f"world_size={self.world_size}"]
@@ -57,6 +67,16 @@ class Case:
             if value != field.default:
                 parts.append(f"{field.name}={value!r}")
         return f"Case({', '.join(parts)})"
+
+
+def call_label(name: str, call: int) -> str:
+    """What a tensor of the module's call is called: by its name, and from the second call on (``call`` 1) with the call's number."""
+    return f"{name} (call {call + 1})" if call else name
+
+
+def without_call(label: str) -> str:
+    """The label of the same tensor in the first call."""
+    return re.sub(r" \(call \d+\)", "", label)
 
 
 def short_repr(value: Any) -> str:

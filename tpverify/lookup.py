@@ -37,7 +37,9 @@ def load_subject(name: str) -> Subject:
         known = builtin_subjects()
         if name in known:
             return known[name]
-        raise CaseError(f"Expected a built-in subject or module:attribute but got {name!r}{_did_you_mean(name, known)}; see: tpverify list")
+        stem = name.removesuffix(".py")
+        way_out = f": did you mean {stem}:SUBJECT?" if os.path.exists(f"{stem}.py") else f"{_did_you_mean(name, known)}; see: tpverify list"
+        raise CaseError(f"Expected a built-in subject or module:attribute but got {name!r}{way_out}")
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise CaseError(f"Expected module:attribute but got {name!r}")
@@ -47,9 +49,8 @@ def load_subject(name: str) -> Subject:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise CaseError(
-                f"Expected an importable module but got {module_name!r}: no such module in {os.getcwd()} or on sys.path"
-            ) from error
+            way_out = "leave out the .py" if module_name.endswith(".py") else f"no such module in {os.getcwd()} or on sys.path"
+            raise CaseError(f"Expected an importable module but got {module_name!r}: {way_out}") from error
         raise SubjectError(f"Expected {module_name!r} to import but it needs a module that is missing: {error.name}") from error
     except (Exception, SystemExit) as error:
         raise SubjectError(f"Expected {module_name!r} to import but it raised {type(error).__name__}: {error}") from error

@@ -115,9 +115,17 @@ def load_logical(module: nn.Module, logical: Mapping[str, torch.Tensor]) -> None
 
 
 def load_shards(
-    module: nn.Module, logical: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], rank: int, world_size: int
+    module: nn.Module,
+    logical: Mapping[str, torch.Tensor],
+    placements: Mapping[str, Placement],
+    rank: int,
+    world_size: int,
+    owners: Mapping[str, int],
 ) -> None:
     """Copy each parameter's part of the logical value into it.
+
+    Args:
+        owners: the rank that gets the value of a Partial parameter, where it is not rank 0; the others get zeros.
 
     Raises:
         SubjectError: a name that the reference does not have, or a shape that contradicts the placement.
@@ -136,7 +144,10 @@ def load_shards(
                 f"of {tuple(logical[name].shape)}, but got {tuple(local.shape)}"
             )
         with torch.no_grad():
-            local.copy_(shard(logical[name], layout, rank, world_size))
+            if isinstance(layout, Partial) and rank != owners.get(name, 0):
+                local.zero_()
+            else:
+                local.copy_(shard(logical[name], layout, 0 if isinstance(layout, Partial) else rank, world_size))
 
 
 def check_complete(logical: Iterable[str], held: Iterable[str], declared: Mapping[str, Placement], rank: int) -> None:
@@ -163,3 +174,19 @@ def gradient_of(tensor: torch.Tensor, placement: Placement) -> Placed:
     if isinstance(gradient, DTensor):
         return Placed(gradient.to_local().detach().clone(), mesh_placement(gradient, "a gradient").value)
     return Placed(None if gradient is None else gradient.detach().clone(), placement.of_gradient)
+
+
+def graph_depth(outputs: Iterable[torch.Tensor]) -> int:
+    """The most operations that follow one another on the way to an output, as autograd has recorded them."""
+    depth: dict[Any, int] = {None: 0}
+    todo: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while todo:
+        node = todo[-1]
+        before = [] if node in depth else [following for following, _ in node.next_functions if following not in depth]
+        if before:
+            todo += before
+            continue
+        todo.pop()
+        if node not in depth:
+            depth[node] = 1 + max((depth[following] for following, _ in node.next_functions), default=0)
+    return max(depth.values())

@@ -39,8 +39,8 @@ class RankRun:
     """What one rank of the TP group produced.
 
     Attributes:
-        outputs: by label: ``output``, or ``output[0]``, ``output[key]`` for structures.
-        input_gradients: by input name, inputs that require a gradient only.
+        outputs: by label: ``output``, or ``output[0]``, ``output[key]`` for structures; ``output (call 2)`` from the second call on.
+        input_gradients: by input name, ``x (call 2)`` from the second call on; inputs that require a gradient only.
         parameters: values by parameter name, as the harness loaded them.
         parameter_gradients: by parameter name, after ``finalize_gradients``; a tied parameter stands under each of its names.
         ties: groups of parameter names that are one and the same parameter object.
@@ -65,11 +65,12 @@ class Run:
         ranks: by rank within the TP group; empty when the run failed.
         ledger: every collective issued by this TP group's ranks, in order of issue.
         error: why the run did not finish, or None.
-        inputs: the logical inputs, by name.
+        inputs: the logical inputs, by name; ``x (call 2)`` from the second call on.
         uses: reference only: the gradient of each use of a tied parameter, by the name under which it is used.
         replayed: traced reference only: what its submodules return for the parallel module's inputs, by path.
         random: reference only: whether its forward drew random numbers, as dropout does.
-        depth: reference only: number of modules that may follow one another, for the tolerance.
+        sensitivity: traced reference only: how far each tensor moves, relative to itself, when all values are off by a rounding.
+        depth: reference only: number of operations that follow one another, for the tolerance.
         terms: reference only: length of the longest sum, for the tolerance.
     """
 
@@ -80,6 +81,7 @@ class Run:
     uses: dict[str, torch.Tensor] = field(default_factory=dict)
     replayed: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     random: bool = False
+    sensitivity: dict[str, float] = field(default_factory=dict)
     depth: int = 1
     terms: int = 1
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,38 +15,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpverify import modules, values
-from tpverify.case import Case
-from tpverify.current_group import use_tp_group
+from tpverify.case import Case, call_label
+from tpverify.current_group import tp_group, use_tp_group
 from tpverify.description import check_description, check_lookup, check_subject, checked_module
 from tpverify.errors import SimulationError, SubjectError
 from tpverify.ledger.ledger import Ledger
+from tpverify.logical import Logical, draw, in_order, leaves_of
 from tpverify.run import Comparison, ModuleCall, Placed, RankRun, Run
-from tpverify.sharding import Layout, Placement, local_indices, shard, sharded_dim
+from tpverify.sharding import Partial, Placement, shard
 from tpverify.simulator import recorder
 from tpverify.simulator.endpoint import Capture
-from tpverify.simulator.world import run_world
-from tpverify.subjects.subject import Input, Subject
+from tpverify.simulator.world import process_state, run_world
+from tpverify.subjects.subject import Subject
 from tpverify.trace import replay, tracing
 from tpverify.world import World
 
 CASE_TIMEOUT = 60.0
-
-
-@dataclass(frozen=True)
-class Logical:
-    """What both sides of one TP group start from.
-
-    Attributes:
-        parameters: values by name; a tied parameter stands under each of its names.
-        inputs: values by name.
-        specs: how each input is drawn and placed.
-        cotangents: by output label; filled when the reference has run.
-    """
-
-    parameters: dict[str, torch.Tensor]
-    inputs: dict[str, torch.Tensor]
-    specs: Mapping[str, Input]
-    cotangents: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,37 +63,38 @@ def run_both(
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
     """
-    check_subject(subject)
-    check_description(subject, case)
-    layouts = group_layouts(case)
-    sides = [_reference_side(subject, case, group, traced) for group in range(len(layouts))]
-    program = _rank_program(subject, case, {group: side.logical for group, side in enumerate(sides)}, traced)
-    with subject.context_for(case.config):
-        ledger, results, failure = (
-            world.run(subject, case, traced=traced, timeout=timeout)
-            if world is not None
-            else run_world(
-                program,
-                sum(len(members) for members in layouts),
-                args=(),
-                seed=case.seed,
-                timeout=timeout,
-                rank_local=subject.rank_local,
-                capture=capture_of(subject, case),
-                schedule=schedule,
-                reduction_order=reduction_order,
+    with process_state():
+        check_subject(subject)
+        check_description(subject, case)
+        layouts = group_layouts(case)
+        case, sides = _reference_sides(subject, case, len(layouts), traced)
+        program = _rank_program(subject, case, {group: side.logical for group, side in enumerate(sides)}, traced)
+        with subject.context_for(case.config):
+            ledger, results, failure = (
+                world.run(subject, case, traced=traced, timeout=timeout)
+                if world is not None
+                else run_world(
+                    program,
+                    sum(len(members) for members in layouts),
+                    args=(),
+                    seed=case.seed,
+                    timeout=timeout,
+                    rank_local=subject.rank_local,
+                    capture=capture_of(subject, case),
+                    schedule=schedule,
+                    reduction_order=reduction_order,
+                )
             )
-        )
-    cause = getattr(failure, "exception", None)
-    if isinstance(cause, SubjectError):
-        shared = "; two TP groups share the world here: does every module use tpverify.tp_group()?" if case.groups != "world" else ""
-        raise SubjectError(f"subject {subject.name}: {cause} (on {case!r}{shared})") from cause
-    comparisons = []
-    for members, side in zip(layouts, sides, strict=True):
-        parallel = _group_run(members, results, ledger, failure)
-        if traced and parallel.ranks and side.run.ranks:
-            side.run.replayed = replay(side.module, side.run.ranks[0].calls, parallel.ranks)
-        comparisons.append(Comparison(subject, case, side.run, parallel, members))
+        cause = getattr(failure, "exception", None)
+        if isinstance(cause, SubjectError):
+            shared = "; two TP groups share the world here: does every module use tpverify.tp_group()?" if case.groups != "world" else ""
+            raise SubjectError(f"subject {subject.name}: {cause} (on {case!r}{shared})") from cause
+        comparisons = []
+        for members, side in zip(layouts, sides, strict=True):
+            parallel = _group_run(members, results, ledger, failure)
+            if traced and parallel.ranks and side.run.ranks:
+                side.run.replayed = replay(side.module, side.run.ranks[0].calls, parallel.ranks)
+            comparisons.append(Comparison(subject, case, side.run, parallel, members))
     return tuple(comparisons)
 
 
@@ -132,21 +118,11 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Ref
         with torch.random.fork_rng(devices=[]), _default_dtype(subject.precision):
             torch.manual_seed(case.seed)
             module = checked_module("reference", subject.reference(case.config))
-            logical = _draw(subject, case, group, module)
+            logical = draw(subject, case, group, module)
             modules.load_logical(module, logical.parameters)
-            leaves = {name: _leaf(logical.inputs[name], spec, case.layout, subject.precision) for name, spec in logical.specs.items()}
-            before = _copies(leaves)
-            calls: dict[str, ModuleCall] = {}
-            state = torch.get_rng_state()
-            with tracing(module, calls) if traced else contextlib.nullcontext():
-                outputs = modules.named_tensors(module(*leaves.values()))
-            random = not torch.equal(state, torch.get_rng_state())
-            if not outputs:
-                raise SubjectError(f"Expected the reference of {subject.name} to return at least one tensor but it returned none")
-            for label, output in outputs.items():
-                logical.cotangents[label] = values.draw_cotangent(case, group, label, output.shape)
-            _backward(outputs, logical.cotangents, case.layout)
-            uses = _uses(module, logical, case.layout, subject.precision)
+            calls = _Calls(module, leaves_of(subject, case, logical), case.layout, traced)
+            _call_reference(subject, case, group, logical, calls)
+            uses = _uses(module, subject, case, logical)
     except SubjectError:
         raise
     except (Exception, SystemExit) as error:
@@ -154,15 +130,12 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool) -> Ref
         raise SubjectError(f"Expected the reference of {subject.name} to run but it raised {raised}") from error
     names = modules.named_parameters(module)
     run = Run(
-        [_collect(module, leaves, logical, dict.fromkeys(names, Placement(Replicate())))], Ledger(()), inputs=logical.inputs, uses=uses
+        [_collect(calls, logical, dict.fromkeys(names, Placement(Replicate())))], Ledger(()), inputs=logical.labelled_inputs, uses=uses
     )
-    run.ranks[0].outputs = {label: Placed(output.detach().clone(), Replicate()) for label, output in outputs.items()}
-    run.ranks[0].calls = calls
-    run.ranks[0].changed_inputs = _changed(leaves, before)
-    run.random = random
-    run.depth = 2 + sum(1 for _ in module.modules())
+    run.random = calls.random
+    run.depth = max(2 + sum(1 for _ in module.modules()), calls.depth)
     sizes = [max(tensor.shape, default=1) for tensor in logical.parameters.values()]
-    run.terms = max([1, *sizes, *(tensor.numel() for tensor in logical.inputs.values())])
+    run.terms = max([1, *sizes, *(tensor.numel() for tensor in run.inputs.values())])
     return Reference(module, logical, run)
 
 
@@ -174,11 +147,22 @@ def _reference_side(subject: Subject, case: Case, group: int, traced: bool) -> R
     return _unrun_reference(subject, case, group) if _is_rejected(subject, case) else run_reference(subject, case, group, traced)
 
 
+def _reference_sides(subject: Subject, case: Case, groups: int, traced: bool) -> tuple[Case, list[Reference]]:
+    """The reference of every TP group, and the case as it can be run: a reference need not take every memory layout."""
+    try:
+        return case, [_reference_side(subject, case, group, traced) for group in range(groups)]
+    except SubjectError:
+        if case.layout == "contiguous":
+            raise
+    plain = dataclasses.replace(case, layout="contiguous")
+    return plain, [_reference_side(subject, plain, group, traced) for group in range(groups)]
+
+
 def _unrun_reference(subject: Subject, case: Case, group: int) -> Reference:
     """For a case that must be refused: the reference may not be able to run it, but the ranks need something to start from."""
     with torch.random.fork_rng(devices=[]), _default_dtype(subject.precision):
         module = nn.Module()
-        logical = _draw(subject, case, group, module)
+        logical = draw(subject, case, group, module)
     return Reference(module, logical, Run([], Ledger(())))
 
 
@@ -194,41 +178,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _draw(subject: Subject, case: Case, group: int, module: nn.Module) -> Logical:
-    parameters: dict[str, torch.Tensor] = {}
-    drawn: dict[int, torch.Tensor] = {}
-    for name, parameter in modules.named_parameters(module).items():
-        if id(parameter) not in drawn:
-            drawn[id(parameter)] = values.draw_parameter(case, group, name, parameter.shape)
-        parameters[name] = drawn[id(parameter)]
-    specs = subject.inputs(case.config)
-    vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
-    inputs = {}
-    for name, spec in specs.items():
-        shards = _id_shards(subject, case, specs, parameters)
-        spiked = vocabulary is not None and name == vocabulary.logits
-        inputs[name] = values.draw_input(case, group, name, spec, shards, spiked)
-    return Logical(parameters, inputs, specs, {})
-
-
-def _id_shards(subject: Subject, case: Case, specs: Mapping[str, Input], parameters: Iterable[str]) -> list[list[int]]:
-    """The vocabulary ids that each rank owns."""
-    vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
-    if vocabulary is None:
-        highest = max((spec.high for spec in specs.values()), default=0)
-        return [list(range(highest))]
-    names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in vocabulary.parameters)]
-    placements = subject.placements_for(case.config) if names else {}
-    layouts = [placement.value for name in names for pattern, placement in placements.items() if fnmatchcase(name, pattern)]
-    if vocabulary.logits:
-        layouts.append(specs[vocabulary.logits].placements.value)
-    layout: Layout = layouts[0] if layouts else Replicate()
-    if sharded_dim(layout) is None:
-        return [list(range(vocabulary.size))]
-    owned = [local_indices(vocabulary.size, layout, rank, case.world_size) for rank in range(case.world_size)]
-    return [[index for index in indices if index >= 0] for indices in owned]
 
 
 def rank_program(subject: Subject, case: Case, rank: int, traced: bool) -> Callable[[], RankRun]:
@@ -260,11 +209,7 @@ def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
     """One rank's program for a case that must be refused: build, and run forward if the inputs can be cut at all."""
     module = subject.parallel(case.config)
     with contextlib.suppress(SubjectError):
-        leaves = [
-            _leaf(shard(logical.inputs[name], spec.placements.value, rank, case.world_size), spec, case.layout, subject.precision)
-            for name, spec in logical.specs.items()
-        ]
-        module(*leaves)
+        module(*leaves_of(subject, case, logical, rank)[0].values())
     return RankRun()
 
 
@@ -279,39 +224,101 @@ def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
     patterns = subject.placements_for(case.config)
     placements = modules.placements_of(modules.named_parameters(module), patterns, logical.parameters)
     modules.check_complete(logical.parameters, placements, patterns, rank)
-    modules.load_shards(module, logical.parameters, placements, rank, size)
-    leaves = {
-        name: _leaf(shard(logical.inputs[name], spec.placements.value, rank, size), spec, case.layout, subject.precision)
-        for name, spec in logical.specs.items()
-    }
-    before = _copies(leaves)
-    calls: dict[str, ModuleCall] = {}
-    with recorder.phase("forward"), tracing(module, calls) if traced else contextlib.nullcontext():
-        outputs = modules.named_tensors(module(*leaves.values()))
-    declared = _output_placements(subject, case, outputs, list(logical.cotangents))
-    with recorder.phase("backward"):
+    modules.load_shards(module, logical.parameters, placements, rank, size, _owners(patterns, placements, size))
+    calls = _Calls(module, leaves_of(subject, case, logical, rank), case.layout, traced)
+    declared: dict[int, dict[str, Placement]] = {}
+
+    def forward(call: int) -> None:
+        with recorder.phase("forward"):
+            outputs = calls.forward(call)
+        declared[call] = _output_placements(subject, case, outputs, list(logical.cotangents[call]))
+
+    def backward(call: int) -> None:
         cotangents = {
-            label: shard(cotangent, declared[label].of_gradient, rank, size)
-            for label, cotangent in logical.cotangents.items()
-            if label in outputs
+            label: shard(cotangent, declared[call][label].of_gradient, rank, size)
+            for label, cotangent in logical.cotangents[call].items()
+            if label in declared[call]
         }
-        _backward(outputs, cotangents, case.layout)
+        with recorder.phase("backward"):
+            calls.backward(call, cotangents, declared[call])
+
+    in_order(case, forward, backward)
     with recorder.phase("optimizer"):
         if subject.finalize_gradients is not None:
             subject.finalize_gradients(module)
-    run = _collect(module, leaves, logical, placements)
-    run.calls = calls
-    run.changed_inputs = _changed(leaves, before)
-    run.outputs = {label: Placed(modules.local_of(output).detach().clone(), declared[label].value) for label, output in outputs.items()}
-    return run
+    return _collect(calls, logical, placements)
 
 
-def _copies(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: leaf.detach().clone() for name, leaf in leaves.items()}
+def _owners(declared: Mapping[str, Placement], placements: Mapping[str, Placement], size: int) -> dict[str, int]:
+    """By name of a Partial parameter, the lowest rank of the TP group that has it; only asked for if one is declared."""
+    if size == 1 or not any(isinstance(placement.value, Partial) for placement in declared.values()):
+        return {}
+    held: list[Any] = [None] * size
+    dist.all_gather_object(held, [name for name, placement in placements.items() if isinstance(placement.value, Partial)], tp_group())
+    return {name: rank for rank in reversed(range(size)) for name in held[rank]}
 
 
-def _changed(leaves: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    return tuple(name for name, leaf in leaves.items() if not torch.equal(leaf.detach(), before[name]))
+class _Calls:
+    """The calls of one module, and what came out of them.
+
+    Args:
+        leaves: of each call, the inputs by name.
+        layout: memory layout of the cotangents.
+        traced: whether to capture the first call of every submodule.
+    """
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Mapping[str, torch.Tensor]], layout: str, traced: bool) -> None:
+        self.module = module
+        self.leaves = leaves
+        self.layout = layout
+        self.traced = traced
+        self.random = False
+        self.depth = 1
+        self.outputs: dict[str, Placed] = {}
+        self.submodules: dict[str, ModuleCall] = {}
+        self._before = [{name: leaf.detach().clone() for name, leaf in of_call.items()} for of_call in leaves]
+        self._pending: dict[int, dict[str, torch.Tensor]] = {}
+
+    def forward(self, call: int) -> dict[str, torch.Tensor]:
+        """The outputs of the call, by label."""
+        state = torch.get_rng_state()
+        with tracing(self.module, self.submodules) if self.traced and not call else contextlib.nullcontext():
+            self._pending[call] = modules.named_tensors(self.module(*self.leaves[call].values()))
+        self.random = self.random or not torch.equal(state, torch.get_rng_state())
+        return self._pending[call]
+
+    def backward(self, call: int, cotangents: Mapping[str, torch.Tensor], placements: Mapping[str, Placement]) -> None:
+        """Backward of the call; its outputs must have kept their values up to here."""
+        outputs = self._pending.pop(call)
+        _backward(outputs, cotangents, self.layout)
+        for label, output in outputs.items():
+            self.outputs[call_label(label, call)] = Placed(modules.local_of(output).detach().clone(), placements[label].value)
+
+    def changed_inputs(self) -> tuple[str, ...]:
+        """Labels of the inputs that the module wrote to."""
+        return tuple(
+            call_label(name, call)
+            for call, before in enumerate(self._before)
+            for name, value in before.items()
+            if not torch.equal(self.leaves[call][name].detach(), value)
+        )
+
+
+def _call_reference(subject: Subject, case: Case, group: int, logical: Logical, calls: _Calls) -> None:
+    """All calls of the reference; the shapes of its outputs decide the cotangents."""
+
+    def forward(call: int) -> None:
+        outputs = calls.forward(call)
+        if not outputs:
+            raise SubjectError(f"Expected the reference of {subject.name} to return at least one tensor but it returned none")
+        calls.depth = max(calls.depth, modules.graph_depth(outputs.values()))
+        for label, output in outputs.items():
+            logical.cotangents[call][label] = values.draw_cotangent(case, group, call_label(label, call), output.shape)
+
+    def backward(call: int) -> None:
+        calls.backward(call, logical.cotangents[call], dict.fromkeys(logical.cotangents[call], Placement(Replicate())))
+
+    in_order(case, forward, backward)
 
 
 def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch.Tensor], labels: Sequence[str]) -> dict[str, Placement]:
@@ -327,12 +334,6 @@ def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch
     return by_label | own
 
 
-def _leaf(tensor: torch.Tensor, spec: Input, layout: str, dtype: torch.dtype) -> torch.Tensor:
-    if spec.kind != "normal":
-        return tensor.to(torch.get_default_device(), copy=True)
-    return values.laid_out(tensor.to(torch.get_default_device(), dtype, copy=True), layout).requires_grad_(spec.requires_grad)
-
-
 def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torch.Tensor], layout: str) -> None:
     """Start backward from a cotangent for each differentiable output; an output of a wrong shape has none, and forward tells."""
     roots, starts = [], []
@@ -345,29 +346,35 @@ def _backward(outputs: Mapping[str, torch.Tensor], cotangents: Mapping[str, torc
         torch.autograd.backward(roots, starts)
 
 
-def _collect(module: nn.Module, leaves: Mapping[str, torch.Tensor], logical: Logical, placements: Mapping[str, Placement]) -> RankRun:
-    parameters = modules.named_parameters(module)
+def _collect(calls: _Calls, logical: Logical, placements: Mapping[str, Placement]) -> RankRun:
+    parameters = modules.named_parameters(calls.module)
     return RankRun(
+        outputs=calls.outputs,
         input_gradients={
-            name: modules.gradient_of(leaves[name], spec.placements) for name, spec in logical.specs.items() if spec.requires_grad
+            call_label(name, call): modules.gradient_of(leaves[name], spec.placements)
+            for call, leaves in enumerate(calls.leaves)
+            for name, spec in logical.specs.items()
+            if spec.requires_grad
         },
         parameters={
             name: Placed(modules.local_of(parameter).detach().clone(), placements[name].value) for name, parameter in parameters.items()
         },
         parameter_gradients={name: modules.gradient_of(parameter, placements[name]) for name, parameter in parameters.items()},
-        ties=modules.ties(module),
+        ties=modules.ties(calls.module),
+        changed_inputs=calls.changed_inputs(),
+        calls=calls.submodules,
     )
 
 
-def _uses(module: nn.Module, logical: Logical, layout: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """For every name of a tied parameter, the gradient that this use alone contributes."""
+def _uses(module: nn.Module, subject: Subject, case: Case, logical: Logical) -> dict[str, torch.Tensor]:
+    """For every name of a tied parameter, the gradient that this use alone contributes in all calls together."""
     tied = [name for names in modules.ties(module) for name in names]
     if not tied:
         return {}
     untied = {name: parameter.detach().clone().requires_grad_() for name, parameter in modules.named_parameters(module).items()}
-    leaves = [_leaf(logical.inputs[name], spec, layout, dtype) for name, spec in logical.specs.items()]
-    output = torch.func.functional_call(module, untied, tuple(leaves), tie_weights=False)
-    _backward(modules.named_tensors(output), logical.cotangents, layout)
+    for leaves, cotangents in zip(leaves_of(subject, case, logical), logical.cotangents, strict=True):
+        output = torch.func.functional_call(module, untied, tuple(leaves.values()), tie_weights=False)
+        _backward(modules.named_tensors(output), cotangents, case.layout)
     return {name: gradient for name in tied if (gradient := untied[name].grad) is not None}
 
 

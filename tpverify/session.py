@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tpverify.case import Case
+from tpverify.case import Case, without_call
 from tpverify.checks.catalogue import apply, selected
 from tpverify.checks.finding import Finding
 from tpverify.errors import CaseError, RankTimeout
@@ -15,9 +16,17 @@ from tpverify.options import WORLDS
 from tpverify.processes.world import process_world
 from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
+from tpverify.sensitivity import sensitivity
+from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation
 from tpverify.world import World
+
+NUMERIC = ("forward", "input-gradient", "parameter-gradient", "vocabulary", "tied")
+"""Checks that hold differences against a tolerance."""
+
+GROUP = "(the TP group of global ranks"
+"""How the line begins that says which of two TP groups a finding is about."""
 
 Key = tuple[str, str]
 """What tells failures apart: the check and the tensor."""
@@ -70,8 +79,8 @@ class Session:
 
     def _execute(self, case: Case) -> tuple[Violation, ...]:
         found, applied = self._compare(case, traced=False)
-        if any(name == "forward" for name, _ in found):
-            # Once more, looking into every module: what is wrong inside is worth the time now.
+        if any(name in NUMERIC for name, _ in found):
+            # Once more, into every module and with the case's own sensitivity: both are worth their time now.
             found, applied = self._compare(case, traced=True)
         self.cases_run += 1
         self.world_sizes[case.world_size] = self.world_sizes.get(case.world_size, 0) + 1
@@ -84,8 +93,18 @@ class Session:
         """All findings, in the checks' order, and the checks that had something to look at."""
         found: dict[tuple[str, Finding], None] = {}
         applied: set[str] = set()
-        comparisons = run_both(self.subject, case, self.timeout, traced=traced, world=self.world)
-        for comparison in comparisons:
+        comparisons = run_both(
+            self.subject,
+            case,
+            self.timeout,
+            traced=traced,
+            schedule=case.seed or None,
+            reduction_order=REDUCTION_ORDERS[case.seed % len(REDUCTION_ORDERS)],
+            world=self.world,
+        )
+        for group, comparison in enumerate(comparisons):
+            if traced and comparison.reference.ranks:
+                comparison.reference.sensitivity = sensitivity(comparison, group)
             self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
             for name, findings in apply(self.checks, comparison).items():
                 if findings is not None:
@@ -108,7 +127,7 @@ def world_named(name: str) -> World | None:
 
 def _within(finding: Finding, members: Sequence[int]) -> Finding:
     """Of two TP groups that share the world, which one."""
-    group = f"(the TP group of global ranks {', '.join(str(rank) for rank in members)})"
+    group = f"{GROUP} {', '.join(str(rank) for rank in members)})"
     return dataclasses.replace(finding, message=f"{finding.message}\n{group}")
 
 
@@ -135,7 +154,11 @@ def _shell_quoted(text: str) -> str:
 
 def key_of(violation: Violation) -> Key:
     """What tells this failure apart from others."""
-    return violation.check, violation.tensor
+    if violation.check != "execution":
+        return violation.check, without_call(violation.tensor)
+    # What was raised, without its numbers: another exception is another failure.
+    lines = [line for line in violation.message.splitlines() if not line.startswith(GROUP)]
+    return violation.check, re.sub(r"\d+", "#", lines[-1])
 
 
 def size_of(case: Case) -> tuple[Any, ...]:

@@ -42,6 +42,11 @@ def groups(subject: Subject) -> st.SearchStrategy[str]:
     return st.sampled_from(("world", "world", "world", "world", "world", "world", "blocks", "strided"))
 
 
+def calls() -> st.SearchStrategy[str]:
+    """How often the module is called; once in most draws, since two calls cost twice."""
+    return st.sampled_from(("once", "once", "once", "once", "twice", "interleaved"))
+
+
 def tensor_values(subject: Subject, config: Any) -> st.SearchStrategy[str]:
     """How tensors are filled; only what makes a difference to the subject."""
     options = ["normal"]
@@ -73,7 +78,7 @@ def configs_of(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
 
 
 def cases(subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> st.SearchStrategy[Case]:
-    """Cases of a subject; shrink to one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0.
+    """Cases of a subject; shrink to one call of one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0.
 
     Raises:
         CaseError: ``allowed`` holds no world size, or something else.
@@ -102,4 +107,5 @@ def _cases(draw: st.DrawFn, subject: Subject, sizes: st.SearchStrategy[int]) -> 
         values=draw(tensor_values(subject, config)),
         layout=draw(layouts()),
         groups=draw(groups(subject)),
+        calls=draw(calls()),
     )

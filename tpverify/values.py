@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def draw_parameter(case: Case, group: int, name: str, shape: Sequence[int]) -> t
     if case.values == "integers":
         return _integers(shape, LARGEST_PARAMETER, source)
     scale = 1 / math.sqrt(max(1, shape[-1])) if len(shape) > 1 else 1.0
-    return torch.randn(*shape, generator=source, dtype=torch.float64) * scale
+    return _shaken(torch.randn(*shape, generator=source, dtype=torch.float64) * scale)
 
 
 def draw_input(case: Case, group: int, name: str, spec: Input, shards: Sequence[Sequence[int]], spiked: bool) -> torch.Tensor:
@@ -51,23 +53,50 @@ def draw_input(case: Case, group: int, name: str, spec: Input, shards: Sequence[
         drawn = torch.randn(*spec.shape, generator=source, dtype=torch.float64)
     if case.values == "spike" and spiked:
         _add_spikes(drawn, [ids for ids in shards if len(ids)], source)
-    return _expandable(drawn) if case.layout == "expanded" else drawn
+    return _shaken(_expandable(drawn) if case.layout == "expanded" else drawn)
 
 
 def draw_cotangent(case: Case, group: int, label: str, shape: Sequence[int]) -> torch.Tensor:
-    """The logical gradient that an output starts backward with, float64; 1 for a scalar, as ``loss.backward()`` does."""
-    if not shape:
-        return torch.ones((), dtype=torch.float64)
+    """The logical gradient that an output starts backward with, float64.
+
+    For a scalar 1, as ``loss.backward()`` has it, or in half of the cases another number, as a scaled loss has it.
+    """
     source = generator(case, group, "cotangent", label)
+    if not shape:
+        scaled = bool(torch.randint(0, 2, (), generator=source))
+        return _shaken(torch.rand((), generator=source, dtype=torch.float64) + 0.5 if scaled else torch.ones((), dtype=torch.float64))
     if case.values == "integers":
         drawn = _integers(shape, LARGEST_INPUT, source)
     else:
         drawn = torch.randn(*shape, generator=source, dtype=torch.float64)
-    return _expandable(drawn) if case.layout == "expanded" else drawn
+    return _shaken(_expandable(drawn) if case.layout == "expanded" else drawn)
+
+
+@contextlib.contextmanager
+def shaken(seed: int, relative: float) -> Iterator[None]:
+    """Within the block, every value that is drawn is off by ``relative``, up or down, and tensors lie contiguously."""
+    token = _shake.set((torch.Generator().manual_seed(seed), relative))
+    try:
+        yield
+    finally:
+        _shake.reset(token)
+
+
+_shake: ContextVar[tuple[torch.Generator, float] | None] = ContextVar("shake", default=None)
+
+
+def _shaken(tensor: torch.Tensor) -> torch.Tensor:
+    shake = _shake.get()
+    if shake is None:
+        return tensor
+    source, relative = shake
+    return tensor * (1.0 + relative * (2 * torch.randint(0, 2, tensor.shape, generator=source) - 1))
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The same values in another memory layout; ``expanded`` asks for values that are constant along dimension 0."""
+    if _shake.get() is not None:
+        return tensor  # rows that were equal no longer are
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced" and tensor.dim() > 0:

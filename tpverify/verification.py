@@ -118,7 +118,8 @@ def typical_case(subject: Subject, world_size: int, seed: int = 0) -> Case:
 
     def collect(case: Case) -> None:
         refused = subject.rejects is not None and subject.rejects(case.config, case.world_size)
-        if case.groups == "world" and case.layout == "contiguous" and case.values == "normal" and not refused:
+        plain = case.groups == "world" and case.layout == "contiguous" and case.values == "normal" and case.calls == "once"
+        if plain and not refused:
             found.append(case)
 
     config = settings(max_examples=100, phases=(Phase.generate,), database=None, deadline=None, suppress_health_check=list(HealthCheck))

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 import tpverify as tpv
-from tpverify.case import GROUPS, LAYOUTS, VALUES, parse_case, short_repr, subject_of
+from tpverify.case import CALLS, GROUPS, LAYOUTS, VALUES, parse_case, short_repr, subject_of
 from tpverify.lookup import addressed, builtin_subjects, config_types, load_subject, read_case
 from tpverify.strategies import ALL_WORLD_SIZES, cases
 
@@ -100,11 +100,19 @@ outers = st.builds(
 
 
 @QUICK
-@given(outers, st.sampled_from(VALUES), st.sampled_from(LAYOUTS), st.sampled_from(GROUPS), st.integers(1, 9), st.integers(0, 2**32))
+@given(
+    outers,
+    st.sampled_from(VALUES),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(GROUPS),
+    st.sampled_from(CALLS),
+    st.integers(1, 9),
+    st.integers(0, 2**32),
+)
 def test_plain_values_enums_and_nested_configs_are_read_back(
-    config: Outer, values: str, layout: str, groups: str, size: int, seed: int
+    config: Outer, values: str, layout: str, groups: str, calls: str, size: int, seed: int
 ) -> None:
-    case = tpv.Case("a:b", config, size, seed, values, layout, groups)
+    case = tpv.Case("a:b", config, size, seed, values, layout, groups, calls)
     assert parse_case(repr(case), TYPES) == case
     assert subject_of(repr(case)) == "a:b"
 
@@ -145,6 +153,7 @@ def test_what_stands_at_its_default_is_left_out_and_what_only_looks_like_it_is_n
         "Case('x', Sizes(), world_size=2, values='odd')",
         "Case('x', Sizes(), world_size=2, layout='odd')",
         "Case('x', Sizes(), world_size=2, groups='odd')",
+        "Case('x', Sizes(), world_size=2, calls='thrice')",
         "Case('x', Sizes(), world_size='2')",
         "Case('x', Sizes(), world_size=2, seed='a')",
         "Case('x', Refusing(size=3), world_size=2)",

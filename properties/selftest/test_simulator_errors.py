@@ -356,3 +356,15 @@ def test_failures_are_found_without_a_timer() -> None:
         start = time.monotonic()
         fails(program, 3, timeout=60.0)
         assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize(("size", "whole"), [(1_000, True), (10_000_000, False)])
+def test_a_huge_message_is_shortened(size: int, whole: bool) -> None:
+    def program(rank: int) -> None:
+        raise ValueError("first " + "x" * size + " last")
+
+    text = str(fails(program))
+    assert len(text) < 12_000
+    assert "ValueError: first x" in text and text.endswith("x last")
+    assert ("characters left out" not in text) is whole
+    assert ("x" * size in text) is whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from tpverify.checks.finding import Finding
@@ -29,7 +30,13 @@ def communication(comparison: Comparison) -> list[Finding] | None:
     declared = None if communication is None else communication(comparison.case.config, comparison.case.world_size)
     if declared is None:
         return findings if len(run.ledger) or findings else None
-    return findings + _differences(comparison, [collective for collective in declared if collective.count])
+    return findings + _differences(comparison, [_in_all_calls(comparison, collective) for collective in declared if collective.count])
+
+
+def _in_all_calls(comparison: Comparison, collective: Collective) -> Collective:
+    """What is declared of one forward and backward happens in every call; ``finalize_gradients`` comes once, at the end."""
+    calls = 1 if collective.phase == "optimizer" else comparison.case.call_count
+    return replace(collective, count=calls * collective.count)
 
 
 def _within(ranks: tuple[int, ...], members: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,6 +118,13 @@ def _missing(collective: Collective, missing: int, last: Record | None) -> str:
     return f"Expected {wanted} but got {collective.count - missing}: {after}"
 
 
+def _why(comparison: Comparison, hazard: str) -> str:
+    layout = comparison.case.layout
+    if hazard != "non-contiguous" or layout == "contiguous":
+        return ""
+    return f"\n  (inputs and gradients of outputs are {layout} here, as callers may have them; clone() keeps strides, contiguous() not)"
+
+
 def buffers(comparison: Comparison) -> list[Finding] | None:
     """Inputs are left as they were, and no collective is used in a way that a real backend does not survive."""
     run = comparison.parallel
@@ -120,7 +134,7 @@ def buffers(comparison: Comparison) -> list[Finding] | None:
     for record in run.ledger.hazards():
         for hazard in record.hazards:
             if len(record.group_ranks) > 1:
-                text = f"Expected sound use of buffers but got {HAZARDS[hazard]}\n  {located(record)}"
+                text = f"Expected sound use of buffers but got {HAZARDS[hazard]}\n  {located(record)}{_why(comparison, hazard)}"
                 by_message.setdefault(text, set()).add(comparison.members.index(record.rank))
     for rank, part in enumerate(run.ranks):
         for name in part.changed_inputs:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tpverify.checks.finding import Finding, compare_placed, gradient_scale, parts_of
+from tpverify.checks.finding import Finding, compare_placed, gradient_scale, is_finite, parts_of, started_backward
 from tpverify.checks.inside import modules_at_fault
 from tpverify.run import Comparison, Placed
 
 
 def forward(comparison: Comparison) -> list[Finding] | None:
     """Every output equals the reference's, on every rank."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks:
+    if not comparison.parallel.ranks or not comparison.reference.ranks or not is_finite(comparison):
         return None
     expected = comparison.reference.ranks[0].outputs
     other: dict[tuple[str, ...], list[int]] = {}
@@ -31,7 +31,7 @@ def forward(comparison: Comparison) -> list[Finding] | None:
 
 def input_gradient(comparison: Comparison) -> list[Finding] | None:
     """The gradient with respect to every input equals the reference's, on every rank."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks:
+    if not comparison.parallel.ranks or not comparison.reference.ranks or not is_finite(comparison) or not started_backward(comparison):
         return None
     expected = comparison.reference.ranks[0].input_gradients
     rms = gradient_scale(comparison)
@@ -44,7 +44,7 @@ def input_gradient(comparison: Comparison) -> list[Finding] | None:
 
 def parameter_gradient(comparison: Comparison) -> list[Finding] | None:
     """The gradient of every parameter, after ``finalize_gradients``, equals the reference's; None where it has one is a violation."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks:
+    if not comparison.parallel.ranks or not comparison.reference.ranks or not is_finite(comparison) or not started_backward(comparison):
         return None
     expected = comparison.reference.ranks[0].parameter_gradients
     aliases = {name for names in comparison.parallel.ranks[0].ties for name in names[1:]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 from tpverify.case import short_repr
 from tpverify.checks.finding import Finding
 from tpverify.errors import RankError, RankTimeout
@@ -27,9 +29,11 @@ def execution(comparison: Comparison) -> list[Finding] | None:
     if error.ranks and not ranks:
         return []
     diagnosis = ""
-    if isinstance(error, RankError) and "dtype" in str(error.exception):
+    # not str(): an exception's own __str__ may raise
+    said = "".join(traceback.format_exception_only(error.exception)) if isinstance(error, RankError) else ""
+    if "dtype" in said:
         diagnosis = f"modules are built and run in {comparison.subject.precision}: the subject's precision changes that"
-    if isinstance(error, RankError) and any(text in str(error.exception) for text in _SAVED):
+    if any(text in said for text in _SAVED):
         diagnosis = (
             "a collective in place over a tensor that autograd saved fits this: real backends compute wrong gradients without a word"
         )

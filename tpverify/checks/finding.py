@@ -9,9 +9,18 @@ import torch
 
 from tpverify.checks.diagnosis import diagnose
 from tpverify.run import Comparison, Placed
-from tpverify.sharding import Partial, Replicate, describe, shard
+from tpverify.sharding import Partial, Replicate, describe, local_shape, shard
 from tpverify.tolerance import compare, tolerance, unit_roundoff
 from tpverify.values import SPIKE
+
+SENSITIVITY = 64
+"""The safety factor of the tolerance, for the same reasons."""
+
+MOST_SHARED = 1e-8
+"""Far below any bug: planted ones are off by 1e-2 or more."""
+
+LOOSEST = 0.25
+"""No bound may let a tensor pass that is zero, doubled or another one."""
 
 NOT_ROUNDING = 1e4
 """An error of fewer times the bound is no sign of a narrower dtype, which is coarser by 5e8."""
@@ -38,14 +47,43 @@ Check = Callable[[Comparison], "list[Finding] | None"]
 """A check: its findings, or None where the case holds nothing for it to look at."""
 
 
-def bound_of(comparison: Comparison) -> float:
-    """Largest relative error of correct code; 0 where arithmetic is exact, which half precisions are not even on small integers."""
-    wide = unit_roundoff(comparison.subject.precision) <= 2.0**-24
+def bound_of(comparison: Comparison, label: str = "") -> float:
+    """Largest relative error of correct code; 0 where arithmetic is exact, which half precisions are not even on small integers.
+
+    A case that failed is looked at again (traced), and then the bound is at least ``SENSITIVITY`` times what roundings of
+    the inputs alone do to the tensor: where a normalisation saturates or terms cancel, correct code cannot agree to more
+    digits than that. What such a case does to one tensor loosens the others by ``MOST_SHARED`` at most.
+    """
+    precision = comparison.subject.precision
+    wide = unit_roundoff(precision) <= 2.0**-24
     if wide and comparison.case.values == "integers" and comparison.subject.exact_for(comparison.case.config):
         return 0.0
-    bound = tolerance(comparison.subject.precision, comparison.reference.depth, comparison.reference.terms)
-    # A relative error u of x is an absolute one of u * |x|, and exp makes that a relative one again.
-    return bound * SPIKE if comparison.case.values == "spike" else bound
+    bound = tolerance(precision, comparison.reference.depth, comparison.reference.terms)
+    if comparison.case.values == "spike":
+        bound *= SPIKE  # a relative error u of x is an absolute one of u * |x|, and exp makes that a relative one again
+    moved = comparison.reference.sensitivity
+    shared = min(SENSITIVITY * max(moved.values(), default=0.0), MOST_SHARED)
+    return min(max(bound, shared if wide else 0.0, SENSITIVITY * moved.get(label, 0.0)), LOOSEST)
+
+
+def is_finite(comparison: Comparison) -> bool:
+    """Whether the reference's outputs and gradients are numbers at all: what it turns into NaN cannot be compared."""
+    reference = comparison.reference.ranks[0]
+    held = (*reference.outputs.values(), *reference.input_gradients.values(), *reference.parameter_gradients.values())
+    return not any(bool(placed.local.isnan().any()) for placed in held if placed.local is not None)
+
+
+def started_backward(comparison: Comparison) -> bool:
+    """Whether backward could start everywhere: not from an output of a wrong shape, whose gradients mean nothing."""
+    size = comparison.case.world_size
+    for rank, run in enumerate(comparison.parallel.ranks):
+        for label, placed in comparison.reference.ranks[0].outputs.items():
+            held = run.outputs.get(label)
+            if placed.local is None or held is None or held.local is None:
+                return False
+            if tuple(held.local.shape) != local_shape(placed.local.shape, held.layout, rank, size):
+                return False
+    return True
 
 
 def gradient_scale(comparison: Comparison) -> float:
@@ -67,8 +105,10 @@ def compare_placed(
         actual: by rank; ranks that hold none may be absent.
         rms: root mean square below which differences are noise, see :func:`tpverify.tolerance.compare`.
     """
+    if comparison.reference.sensitivity.get(label, 0.0) * SENSITIVITY >= LOOSEST:
+        return []  # nothing but rounding: any value is as right as another
     size = comparison.case.world_size
-    missing = [rank for rank, placed in actual.items() if placed.local is None]
+    missing = [rank for rank, placed in actual.items() if placed.local is None and shard(expected, placed.layout, rank, size).numel()]
     if missing and not (len(missing) < len(actual) and all(isinstance(placed.layout, Partial) for placed in actual.values())):
         return [Finding(tuple(missing), label, f"Expected {label} to be there but rank{_s(missing)} {_listed(missing)} left None")]
     held = {rank: placed for rank, placed in actual.items() if placed.local is not None}
@@ -93,7 +133,7 @@ def _diagnosis(comparison: Comparison, label: str, expected: torch.Tensor, actua
         return "the reference draws random numbers in forward, as dropout does: results can agree only where both sides draw the same"
     wide = {rank: Placed(None if placed.local is None else _wide(placed.local), placed.layout) for rank, placed in actual.items()}
     return _rounding(comparison, expected, wide, rms) or diagnose(
-        label, _wide(expected), wide, comparison.case.world_size, bound_of(comparison), _vectors(comparison)
+        label, _wide(expected), wide, comparison.case.world_size, bound_of(comparison, label), _vectors(comparison)
     )
 
 
@@ -133,8 +173,9 @@ def _vectors(comparison: Comparison) -> dict[str, torch.Tensor]:
 def _difference(comparison: Comparison, label: str, expected: torch.Tensor, actual: torch.Tensor, rms: float) -> str:
     """The first line says what differs; empty if nothing does."""
     if expected.shape != actual.shape:
-        return f"Expected {label} to have the local shape {tuple(expected.shape)} but got {tuple(actual.shape)}"
-    bound = bound_of(comparison)
+        hint = ": if it is sharded, say so in outputs" if label.startswith("output") else ""
+        return f"Expected {label} to have the local shape {tuple(expected.shape)} but got {tuple(actual.shape)}{hint}"
+    bound = bound_of(comparison, label) if expected.is_floating_point() or expected.is_complex() else 0.0
     mismatch = compare(actual, expected, bound=bound, scale=rms * expected.numel() ** 0.5 if bound else None)
     if mismatch is None:
         return ""

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from tpverify.case import call_label, without_call
 from tpverify.checks.finding import Finding, bound_of
 from tpverify.ledger.record import Record
 from tpverify.run import Comparison, Placed
@@ -54,7 +55,7 @@ def _padding_gradients(comparison: Comparison, described: Vocabulary) -> list[Fi
 
 
 def _contributions(comparison: Comparison, described: Vocabulary) -> list[Finding]:
-    """What each rank brings to the reduction of a lookup: its own rows, and exact zeros for the ids of others."""
+    """What each rank brings to the reduction of the first call's lookup: its own rows, and exact zeros for the ids of others."""
     names = _parameters(comparison, described)
     ids = comparison.reference.inputs.get(described.ids)
     if not described.lookup or ids is None or not names:
@@ -101,13 +102,20 @@ def _wrong_rows(rows: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, owne
 
 
 def _ignored(comparison: Comparison, described: Vocabulary) -> list[Finding]:
-    targets = comparison.reference.inputs.get(described.targets)
+    """Of every call."""
+    calls = range(comparison.case.call_count)
+    return [finding for call in calls for finding in _ignored_of(comparison, described, call)]
+
+
+def _ignored_of(comparison: Comparison, described: Vocabulary, call: int) -> list[Finding]:
+    targets = comparison.reference.inputs.get(call_label(described.targets, call))
     if described.ignore is None or targets is None or not described.logits:
         return []
+    logits = call_label(described.logits, call)
     ignored = targets == described.ignore
     wrong = []
     for rank, run in enumerate(comparison.parallel.ranks):
-        gradient = run.input_gradients.get(described.logits)
+        gradient = run.input_gradients.get(logits)
         if (
             gradient is not None
             and gradient.local is not None
@@ -118,20 +126,25 @@ def _ignored(comparison: Comparison, described: Vocabulary) -> list[Finding]:
     if not wrong:
         return []
     message = f"Expected ignored targets ({described.ignore}) to give their logits a gradient of exactly zero but they do not"
-    return [Finding(tuple(wrong), f"{described.logits}.grad", message)]
+    return [Finding(tuple(wrong), f"{logits}.grad", message)]
 
 
 def _wrong_ids(comparison: Comparison, described: Vocabulary) -> list[Finding]:
     """Outputs with one value or row per id that are wrong for some ids and right for all others; ignored targets tell nothing."""
     found: dict[tuple[str, str], list[int]] = {}
-    for source, ignore in ((described.ids, None), (described.targets, described.ignore)):
-        ids = comparison.reference.inputs.get(source)
+    sources = [
+        (source, ignore, call)
+        for source, ignore in ((described.ids, None), (described.targets, described.ignore))
+        for call in range(comparison.case.call_count)
+    ]
+    for source, ignore, call in sources:
+        ids = comparison.reference.inputs.get(call_label(source, call))
         if ids is None:
             continue
         for rank, run in enumerate(comparison.parallel.ranks):
             for label, placed in run.outputs.items():
                 expected = comparison.reference.ranks[0].outputs.get(label)
-                if expected is not None and expected.local is not None:
+                if expected is not None and expected.local is not None and label == call_label(without_call(label), call):
                     wrong = _depends_on_id(comparison, ids, ignore, expected.local, placed, rank)
                     if wrong:
                         found.setdefault((label, wrong), []).append(rank)

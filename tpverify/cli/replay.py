@@ -6,7 +6,8 @@ import click
 from rich.console import Console
 
 from tpverify.cli.exit_codes import ExitCode
-from tpverify.cli.params import verbose_option, world_option
+from tpverify.cli.params import is_verbose, verbose_option, world_option
+from tpverify.cli.quiet import hush_torch
 
 
 @click.command("replay", short_help="Run one case again, from its text.")
@@ -20,13 +21,18 @@ def command(case_text: str, world: str) -> None:
     """
     from tpverify import verification
     from tpverify.report.ledger_text import ledger_table
+    from tpverify.report.text import PLAIN_WIDTH
     from tpverify.violation import failure_report
 
+    if not is_verbose():
+        hush_torch()
     subject, case = verification.read_case(case_text)
     violations = verification.check_case(subject, case, world=world)
     console = Console(highlight=False, soft_wrap=True, markup=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
     for violation in violations:
         console.print(failure_report(violation) + "\n")
     console.print(ledger_table(verification.run_case(subject, case, world=world).parallel.ledger))
-    console.print(f"{case!r}: {len(violations)} violations")
+    console.print(f"{case!r}: {len(violations)} violation{'s' * (len(violations) != 1)}")
     click.get_current_context().exit(ExitCode.VIOLATED if violations else ExitCode.HELD)

@@ -14,6 +14,7 @@ from tpverify.cli.app import error, internal_error
 from tpverify.cli.exit_codes import exit_code
 from tpverify.cli.params import is_verbose, reads, seed_option, verbose_option, world_option
 from tpverify.cli.progress import ProgressLog
+from tpverify.cli.quiet import hush_torch
 from tpverify.errors import CaseError, SubjectError
 from tpverify.options import did_you_mean, parse_world_sizes
 from tpverify.report import NEED_LEDGERS, parse_report, write_report
@@ -105,6 +106,8 @@ def _verify_all(names: Sequence[str], options: Options, quiet: bool) -> tuple[li
 def _verify_one(name: str, options: Options, log: ProgressLog) -> Result:
     from tpverify import verification
 
+    if not is_verbose():
+        hush_torch()
     result = verification.verify(
         verification.load_subject(name),
         world=options.world,

@@ -13,7 +13,7 @@ from tpverify.ledger.matching import first_disagreement
 from tpverify.ledger.record import CallSite, Record
 
 HAZARDS = {
-    "non-contiguous": "a non-contiguous tensor at a collective: gloo reads or writes the wrong elements, NCCL raises",
+    "non-contiguous": "a non-contiguous tensor at a collective: NCCL raises, gloo may read or write the wrong elements",
     "written in flight": "a buffer was written while its collective was in flight",
     "never waited": "an asynchronous collective whose Work was never waited for",
     "never received": "a message that was sent but never received",
@@ -28,6 +28,9 @@ class Ledger:
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.records: tuple[Record, ...] = tuple(records)
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self.records)} records of ranks {', '.join(map(str, self.ranks)) or 'none'})"
 
     def __len__(self) -> int:
         return len(self.records)

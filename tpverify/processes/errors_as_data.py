@@ -9,6 +9,7 @@ from tpverify import errors
 from tpverify.errors import RankError
 
 _HOMES = (builtins, errors)
+_LONGEST = 10_000
 
 
 def described(error: RankError) -> tuple[str, list[str], str]:
@@ -16,7 +17,14 @@ def described(error: RankError) -> tuple[str, list[str], str]:
     exception = error.exception
     known = [cls.__name__ for cls in type(exception).__mro__ if any(getattr(home, cls.__name__, None) is cls for home in _HOMES)]
     only = exception.args[0] if len(exception.args) == 1 else None
-    return str(error), known, only if isinstance(only, str) else str(exception)
+    return str(error), known, (only if isinstance(only, str) else _message(exception))[:_LONGEST]
+
+
+def _message(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:
+        return f"{type(exception).__name__} whose __str__ raises"
 
 
 def rebuilt(rank: int, report: str, names: Sequence[str], message: str) -> RankError:

@@ -253,7 +253,7 @@ class Backends:
     """
 
     def __init__(self, backend: str, device: torch.device, store: Any, rank: int) -> None:
-        self._backend = backend
+        self.name = backend
         self._device = device
         self._store = store
         self._rank = rank
@@ -277,7 +277,7 @@ class Backends:
         store = _bindings.PrefixStore(f"{'-'.join(map(str, members))}/{number}", self._store)
         group_rank, size = members.index(self._rank), len(members)
         group: Any = dist.ProcessGroup(store, group_rank, size)
-        if self._backend == "gloo":
+        if self.name == "gloo":
             kind = dist.ProcessGroup.BackendType.GLOO
             backend = _bindings.ProcessGroupGloo(store, group_rank, size, timeout=BACKEND_TIMEOUT)
         else:

@@ -116,6 +116,7 @@ class _Rendezvous(Rendezvous):
         self.world_size = world_size
         self._store = store
         self._backends = backends
+        self.backend = backends.name
         self._announcer = announcer
         self._case = case
 

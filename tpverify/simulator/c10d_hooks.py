@@ -20,6 +20,7 @@ from tpverify.simulator.process_group import SimProcessGroup
 from tpverify.simulator.store import RankStore, SharedKeys
 
 BACKEND = "sim"
+_UNNAMED = (BACKEND, "undefined", "none", "")
 
 _bindings: Any = torch._C._distributed_c10d
 _local = threading.local()
@@ -37,7 +38,12 @@ class Rendezvous:
     Args:
         keys: behind the ranks' stores.
         world_size: number of ranks.
+
+    Attributes:
+        backend: what ``get_backend`` answers as long as the program has not named a backend.
     """
+
+    backend = "gloo"
 
     def __init__(self, keys: SharedKeys, world_size: int) -> None:
         self.keys = keys
@@ -85,6 +91,11 @@ class _Session:
         dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=world_size)
         self.initialising = False
 
+    def named(self, backend: Any) -> str:
+        """What ``get_backend`` answers for a group: what the program asked for."""
+        name = str(backend).lower()
+        return self._rendezvous.backend if name in _UNNAMED else name
+
     def claim(self, arguments: dict[str, Any]) -> None:
         """The rank's program calls ``init_process_group``: the first time in a world, it is as if it had made it.
 
@@ -100,6 +111,7 @@ class _Session:
         elif self.claimed:
             raise ValueError("Expected one init_process_group per world but got a second: call destroy_process_group first")
         self.claimed = True
+        _name_backend(c10d._world.default_pg, self.named(arguments.get("backend")))
 
     def key(self, group_name: str) -> str:
         """A group's name that is unique in the run."""
@@ -113,6 +125,11 @@ class _Session:
 def _session() -> _Session | None:
     session: _Session | None = getattr(_local, "session", None)
     return session
+
+
+def _name_backend(group: Any, name: str) -> None:
+    groups: Any = c10d._world.pg_map
+    groups[group] = (name, groups[group][1])
 
 
 def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
@@ -141,6 +158,7 @@ def simulated_c10d() -> Iterator[None]:
     _bindings._set_thread_isolation_mode(True)
     try:
         with warnings.catch_warnings(), _every_backend_simulated(), _initialised_once():
+            warnings.filterwarnings("ignore", message="Attempted to get default timeout for nccl backend")
             yield
     finally:
         _bindings._set_thread_isolation_mode(isolated)
@@ -161,8 +179,12 @@ def _every_backend_simulated() -> Iterator[None]:
         members = tuple(bound.arguments["global_ranks_in_group"])
         if members:
             session.endpoint.exchange.declare(session.key(bound.arguments["group_name"]), members, session.endpoint.rank)
+        asked = session.named(bound.arguments["backend"])
         bound.arguments["backend"] = dist.Backend(BACKEND)
-        return helper(*bound.args, **bound.kwargs)
+        created = helper(*bound.args, **bound.kwargs)
+        if c10d._world.pg_map.get(created[0], (None,))[0] == BACKEND:  # not a group that was there already
+            _name_backend(created[0], asked)
+        return created
 
     setattr(c10d, helper.__name__, create)
     try:

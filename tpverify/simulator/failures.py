@@ -10,6 +10,8 @@ from types import TracebackType
 from tpverify.errors import Deadlock, RankError
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LONGEST = 10_000
+_ENDING = 2_000
 _SUBJECTS = os.path.join(_PACKAGE, "subjects") + os.sep
 
 
@@ -27,8 +29,16 @@ def rank_error(rank: int, exception: BaseException, consequence: str = "") -> Ra
     exception.__traceback__ = _from_user(exception.__traceback__)
     report = traceback.TracebackException.from_exception(exception)
     _hide_own_frames(report)
-    text = f"rank {rank} raised {type(exception).__name__}\n{''.join(report.format()).rstrip()}"
+    text = f"rank {rank} raised {type(exception).__name__}\n{_shortened(''.join(report.format()).rstrip())}"
     return RankError(f"{text}\n\n{consequence}" if consequence else text, rank, exception)
+
+
+def _shortened(text: str) -> str:
+    """A text with its middle left out if it is very long: some exceptions print whole tensors or files."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    return f"{text[: _LONGEST - _ENDING]}\n... {left_out} characters left out ...\n{text[-_ENDING:]}"
 
 
 def deadlock(waiting: Mapping[int, str], world_size: int) -> Deadlock:

@@ -198,6 +198,10 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Wait for all ranks of the group."""
         return self._issue(Call("barrier", [], [], is_async=_is_async(opts)))
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks of the group; a rank that does not come is named anyway."""
+        self.barrier().wait()
+
     def _start_coalescing(self, device: Any = None) -> None:
         self._batch = []
 

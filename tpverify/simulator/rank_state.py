@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
+import functools
 import importlib
 import os
 import random
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections import UserDict, UserList, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -19,6 +24,9 @@ import torch.distributed.tensor._random as dtensor_random
 from tpverify.errors import CaseError
 
 _NOT_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_CONTAINERS = (dict, list, set, bytearray, deque, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+_CACHED = functools._lru_cache_wrapper
+_Owner: TypeAlias = types.ModuleType | type
 
 
 class RankWorld(c10d._World):
@@ -55,33 +63,73 @@ class _State:
     numpy_rng: Any
     default_dtype: torch.dtype
     launcher: dict[str, str]
-    modules: list[dict[str, Any]] = field(default_factory=list)
+    owners: list[dict[str, Any]] = field(default_factory=list)
 
 
-def _module_state(module: types.ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("__") and not isinstance(value, _NOT_STATE)}
+def _is_state(owner: _Owner, value: Any) -> bool:
+    if isinstance(owner, types.ModuleType):
+        return not isinstance(value, _NOT_STATE)
+    if isinstance(value, (staticmethod, classmethod)):
+        return isinstance(value.__func__, _CACHED)
+    return isinstance(value, _CACHED) or not (isinstance(value, _NOT_STATE) or hasattr(type(value), "__get__"))
 
 
-def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """Containers are changed in place, so every rank starts with its own; two names for one container stay one."""
-    if type(value) not in (dict, list, set):
-        return value
-    if id(value) not in known:
-        copy = known[id(value)] = type(value)()
-        if isinstance(copy, dict):
-            copy.update((key, _copied(item, known)) for key, item in value.items())
-        elif isinstance(copy, list):
-            copy.extend(_copied(item, known) for item in value)
+def _state_of(owner: _Owner, before: Collection[str] = ()) -> dict[str, Any]:
+    """Variables of a module or a class; a name that was state ``before`` stays state, even if it is a function by now."""
+    found = vars(owner).items()
+    return {name: value for name, value in found if not name.startswith("__") and (name in before or _is_state(owner, value))}
+
+
+def _set_state(owner: _Owner, state: Mapping[str, Any]) -> None:
+    current = vars(owner)
+    for name in [name for name in _state_of(owner) if name not in state]:
+        delattr(owner, name)
+    for name, value in state.items():
+        if name not in current or current[name] is not value:
+            setattr(owner, name, value)
+
+
+class _Copies:
+    """One rank's own containers and caches.
+
+    Args:
+        homes: names of the modules whose caches belong to a rank.
+    """
+
+    def __init__(self, homes: Collection[str]) -> None:
+        self._homes = homes
+        self._known: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """Containers and caches are changed in place, so every rank starts with its own; two names for one stay one."""
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, _CACHED) and value.__module__ in self._homes:
+            cached = self._known[id(value)] = functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
+            vars(cached).update({name: item for name, item in vars(value).items() if name not in vars(cached)})
+            return cached
+        if isinstance(value, (staticmethod, classmethod)):
+            return type(value)(self.of(value.__func__))
+        return self._container(value) if isinstance(value, _CONTAINERS) else value
+
+    def _container(self, value: Any) -> Any:
+        own = self._known[id(value)] = copy.copy(value)
+        if isinstance(value, (dict, UserDict)):
+            places: list[tuple[Any, Any]] = list(value.items())
         else:
-            copy.update(value)
-    return known[id(value)]
+            places = list(enumerate(value)) if isinstance(value, (list, deque, UserList)) else []
+        for place, item in places:
+            if (own_item := self.of(item)) is not item:
+                own[place] = own_item
+        return own
 
 
-def _set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
-    current = vars(module)
-    for name in [name for name in _module_state(module) if name not in state]:
-        del current[name]
-    current.update(state)
+def _classes(owner: _Owner, home: str) -> Iterator[type]:
+    """The classes that a module defines, those within classes included; members of an enumeration cannot be set."""
+    for value in list(vars(owner).values()):
+        if isinstance(value, type) and value.__module__ == home and not isinstance(value, enum.EnumMeta) and value is not owner:
+            yield value
+            yield from _classes(value, home)
 
 
 def _module(name: str) -> types.ModuleType:
@@ -95,21 +143,25 @@ class RankState:
     """The rank-local state of a whole world.
 
     Swapped: c10d's registry of groups, the CPU generators of torch, Python and (if imported) numpy, torch's default dtype,
-    the launcher's environment variables of a rank, and the global variables of ``rank_local`` modules and of DTensor's
-    random module. torch's generator starts from ``seed`` on every rank, as in processes that nobody seeded; Python's and
-    numpy's, which such processes take from the system, start differently on each rank.
+    the launcher's environment variables of a rank, and the global variables of DTensor's random module and of ``rank_local``
+    modules, with the class attributes and ``functools`` caches that these define. torch's generator starts from ``seed`` on
+    every rank, as in processes that nobody seeded; Python's and numpy's, which such processes take from the system, start
+    differently on each rank.
 
     Args:
         world_size: number of ranks.
         seed: of torch's generator.
-        rank_local: names of modules whose global variables belong to a rank.
+        rank_local: names of modules whose global variables, class attributes and caches belong to a rank.
 
     Raises:
         CaseError: a module cannot be imported.
     """
 
     def __init__(self, world_size: int, seed: int, rank_local: Sequence[str] = ()) -> None:
-        self._modules = list(dict.fromkeys((dtensor_random, *map(_module, rank_local))))
+        modules = [_module(name) for name in rank_local]
+        self._homes = {module.__name__ for module in modules}
+        classes = [found for module in modules for found in _classes(module, module.__name__)]
+        self._owners: list[_Owner] = list(dict.fromkeys((dtensor_random, *modules, *classes)))
         self._numpy = sys.modules.get("numpy")
         self._outside = self._capture()
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
@@ -123,8 +175,8 @@ class RankState:
         state.torch_rng = torch.default_generator.get_state()
         state.python_rng = random.getstate()
         state.default_dtype = torch.get_default_dtype()
-        for index, module in enumerate(self._modules):
-            state.modules[index] = _module_state(module)
+        for index, owner in enumerate(self._owners):
+            state.owners[index] = _state_of(owner, state.owners[index])
 
     def enter(self, rank: int) -> None:
         """Make the rank's state the process's state."""
@@ -151,11 +203,11 @@ class RankState:
             numpy_rng=None if self._numpy is None else self._numpy.random.get_bit_generator(),
             default_dtype=torch.get_default_dtype(),
             launcher={},
-            modules=[_module_state(module) for module in self._modules],
+            owners=[_state_of(owner) for owner in self._owners],
         )
 
     def _initial(self, rank: int, seed: int) -> _State:
-        known: dict[int, Any] = {}
+        copies = _Copies(self._homes)
         return _State(
             world=RankWorld(),
             torch_rng=torch.Generator().manual_seed(seed).get_state(),
@@ -163,7 +215,7 @@ class RankState:
             numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
             default_dtype=self._outside.default_dtype,
             launcher={"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            modules=[_copied(state, known) for state in self._outside.modules],
+            owners=[{name: copies.of(value) for name, value in state.items()} for state in self._outside.owners],
         )
 
     def _restore(self, state: _State) -> None:
@@ -177,5 +229,5 @@ class RankState:
         for name, value in state.launcher.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
-        for module, values in zip(self._modules, state.modules, strict=True):
-            _set_module_state(module, values)
+        for owner, values in zip(self._owners, state.owners, strict=True):
+            _set_state(owner, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,21 @@ class Simulation:
     ledger: Ledger
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def process_state() -> Iterator[None]:
+    """Within the block no other thread simulates, or changes what a simulation saves and restores: runs take turns.
+
+    Raises:
+        CaseError: on a simulated rank.
+    """
+    inside = current_endpoint()
+    if inside is not None:
+        raise CaseError(f"Expected simulate() outside a simulated rank but it was called on rank {inside.rank}: simulations do not nest")
+    with _lock:
+        yield
 
 
 def simulate(
@@ -113,13 +127,10 @@ def run_world(
         raise CaseError(f"Expected one of {', '.join(REDUCTION_ORDERS)} but got reduction_order={reduction_order!r}")
     if not timeout > 0:
         raise CaseError(f"Expected a timeout of more than 0 seconds but got timeout={timeout!r}")
-    inside = current_endpoint()
-    if inside is not None:
-        raise CaseError(f"Expected simulate() outside a simulated rank but it was called on rank {inside.rank}: simulations do not nest")
     results: list[Any] = [None] * world_size
     records: list[Record] = []
     failure: SimulationError | None = None
-    with _lock, contextlib.ExitStack() as stack:
+    with process_state(), contextlib.ExitStack() as stack:
         state = RankState(world_size, seed, rank_local)
         stack.enter_context(state.outside())
         stack.enter_context(simulated_c10d())

@@ -109,6 +109,12 @@ class Vocabulary:
     logits: str = ""
     ignore: int | None = None
 
+    def __post_init__(self) -> None:
+        if not (self.parameters or self.ids or self.lookup or self.targets or self.logits):
+            raise SubjectError(
+                f"Expected a vocabulary to name parameters, ids, targets or logits but got Vocabulary(size={self.size}) only"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:

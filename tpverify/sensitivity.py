@@ -1,0 +1,52 @@
+"""How many digits a case can be held to: what roundings of the inputs alone do to each of the reference's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tpverify import values
+from tpverify.checks.finding import gradient_scale
+from tpverify.errors import SubjectError
+from tpverify.run import Comparison, RankRun
+from tpverify.runner import run_reference
+from tpverify.tolerance import relative_error, row_errors, unit_roundoff
+
+REPEATS = 5
+"""How often the reference runs with values that are off by a rounding."""
+
+
+def sensitivity(comparison: Comparison, group: int) -> dict[str, float]:
+    """By tensor label, the largest relative change when parameters, inputs and cotangents are off by one rounding each.
+
+    Correct parallel code makes errors of that size inside, where nobody can see them; a tensor that amplifies them cannot
+    be held to more. Errors are taken as :func:`tpverify.tolerance.compare` takes them, over the whole and over the worst row.
+
+    Args:
+        group: index of the TP group.
+    """
+    subject, case = comparison.subject, comparison.case
+    base = dict(_tensors(comparison.reference.ranks[0]))
+    rms = gradient_scale(comparison)
+    worst = dict.fromkeys(base, 0.0)
+    for repeat in range(REPEATS):
+        with values.shaken(repeat, 2 * unit_roundoff(subject.precision)):
+            try:
+                moved = dict(_tensors(run_reference(subject, case, group, False).run.ranks[0]))
+            except SubjectError:
+                continue  # the values as drawn do run; others are of no use then
+        for label, tensor in base.items():
+            other = moved.get(label)
+            if other is not None and other.shape == tensor.shape and tensor.numel() and tensor.is_floating_point():
+                scale = rms * tensor.numel() ** 0.5 if label.endswith(".grad") else None
+                rows = float(row_errors(other, tensor, scale=scale).max())
+                worst[label] = max(worst[label], rows, relative_error(other, tensor, scale=scale))
+    return worst
+
+
+def _tensors(run: RankRun) -> Iterator[tuple[str, torch.Tensor]]:
+    for kind, pattern in (("outputs", "{}"), ("input_gradients", "{}.grad"), ("parameter_gradients", "{}.grad")):
+        for name, placed in getattr(run, kind).items():
+            if placed.local is not None:
+                yield pattern.format(name), placed.local
