@@ -85,9 +85,9 @@ def scaled_query(qkv: Tensor, first: int, heads: int, head_dim: int) -> Tensor:
 class ReferenceHeadConstants(ReferenceAttention):
     """Attention in which each head has a constant of its own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.qkv.register_forward_hook(lambda _, __, output: scaled_query(output, 0, self.heads, self.head_dim))
-        return super().forward(x)
 
 
 class HeadConstants(QKVParallelLinear):

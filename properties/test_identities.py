@@ -48,7 +48,8 @@ def test_a_schedule_changes_nothing(name: str, data: st.DataObject) -> None:
     schedule = data.draw(st.integers(0, 2**16))
     for once, again in zip(run_both(SUBJECTS[name], case), run_both(SUBJECTS[name], case, schedule=schedule), strict=True):
         assert differing(once.parallel, again.parallel) == []
-        assert once.parallel.ledger.counts() == again.parallel.ledger.counts()
+        if once.parallel.error is None:  # how far ranks get before one of them refuses is the schedule's affair
+            assert once.parallel.ledger.counts() == again.parallel.ledger.counts()
 
 
 def _reduced(subject: Subject, case: Case, order: str) -> Run:

@@ -60,6 +60,20 @@ def test_the_model_passes_in_pytest(folder: Path) -> None:
     assert "1 passed" in result.stdout
 
 
+def test_the_simulator_alone_names_the_mismatch(folder: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "simulated.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "they differ in reduce op" in result.stdout
+    assert result.stdout.count("simulated.py:") == 2
+
+
 def test_every_check_stands_in_the_table() -> None:
     assert re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE) == list(CHECKS)
 
