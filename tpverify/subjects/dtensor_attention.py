@@ -128,12 +128,16 @@ def dtensor_attention_configs(draw: st.DrawFn, world_size: int) -> DTensorAttent
     seq, batch, flaw = draw(activations(world_size, given == "sequence" and not dtensor_input, flaws))
     # At least 2: released DTensor loses a sharded dimension of size 1 in reshapes, and refuses them, even on a single rank.
     kv_heads = max(2, draw(divisible(world_size, flaw == "heads", largest=2)))
+    heads, head_dim = kv_heads * draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    if given == "hidden" and not dtensor_input and heads * head_dim % world_size:
+        # Released DTensor takes plain tensors for equal parts: unequal ones meet in an all_gather before the heads are refused.
+        given = "replicate"
     return DTensorAttentionConfig(
         batch=batch,
         seq=seq,
-        heads=kv_heads * draw(st.integers(1, 2)),
+        heads=heads,
         kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 4)),
+        head_dim=head_dim,
         bias=draw(st.booleans()),
         causal=draw(st.booleans()),
         input=given,
