@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 install: $(INSTALLED)
 
 verify: $(INSTALLED)
-	$(BIN)/tpverify verify --max-examples 30
+	$(BIN)/tpverify verify --max-examples 25
 	$(BIN)/tpverify ledger transformer_block
 
 test: $(INSTALLED)
