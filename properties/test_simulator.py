@@ -17,7 +17,7 @@ from tpverify.simulator.world import simulate
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning")
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 WORLD_SIZES = st.integers(1, 5)
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
 
-from tpverify.errors import SimulationError
+from tpverify.errors import RankError, SimulationError
 from tpverify.simulator import recorder
 from tpverify.simulator.world import simulate
 
@@ -304,3 +304,27 @@ def test_many_runs_do_not_grow(fails: bool) -> None:
     more_objects, more_memory = repeat(100)
     assert more_objects - objects < 100
     assert more_memory - memory < 4 * 2**20
+
+
+@pytest.mark.parametrize("before", ["held", "failed"])
+def test_a_group_of_an_earlier_run_is_refused(before: str) -> None:
+    """Programs keep groups in module-level dictionaries; what an earlier run left there must not pass for this run's."""
+    kept: dict[int, dist.ProcessGroup] = {}
+
+    def program() -> torch.Tensor:
+        group = kept.setdefault(dist.get_rank(), dist.new_group([0, 1]))
+        total = torch.ones(2)
+        if before == "failed" and dist.get_rank() == 1 and len(kept) == 2 and not failed:
+            failed.append(True)
+            raise ValueError("planted")
+        dist.all_reduce(total, group=group)
+        return total
+
+    failed: list[bool] = []
+    if before == "held":
+        simulate(program, 2)
+    else:
+        with pytest.raises(RankError, match="planted"):
+            simulate(program, 2)
+    with pytest.raises(RankError, match="process group of this run but got one that an earlier run created"):
+        simulate(program, 2)

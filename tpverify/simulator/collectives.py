@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tpverify.errors import CollectiveRefused
+
 REDUCTION_ORDERS = ("rank", "reversed", "tree")
 
 
@@ -39,17 +41,18 @@ def check_reducible(dtype: torch.dtype, reduce_op: str) -> None:
     """Refuse what no backend defines.
 
     Raises:
-        ValueError: bitwise reduction of non-integers, AVG of booleans, MIN or MAX of complex numbers, or an unknown operator.
+        CollectiveRefused: bitwise reduction of non-integers, AVG of booleans, anything but sums and means of complex numbers, or
+            an unknown operator.
     """
     if reduce_op not in _BINARY:
-        raise ValueError(f"Expected one of {', '.join(REDUCE_OPS)} but got reduce_op={reduce_op}")
+        raise CollectiveRefused(f"Expected one of {', '.join(REDUCE_OPS)} but got reduce_op={reduce_op}")
     inexact = dtype.is_floating_point or dtype.is_complex
     if reduce_op in ("BAND", "BOR", "BXOR") and inexact:
-        raise ValueError(f"Expected an integer or bool tensor for {reduce_op} but got dtype={dtype}")
+        raise CollectiveRefused(f"Expected an integer or bool tensor for {reduce_op} but got dtype={dtype}")
     if reduce_op == "AVG" and dtype == torch.bool:
-        raise ValueError(f"Expected a numeric tensor for AVG but got dtype={dtype}")
-    if reduce_op in ("MIN", "MAX") and dtype.is_complex:
-        raise ValueError(f"Expected a real tensor for {reduce_op} but got dtype={dtype}")
+        raise CollectiveRefused(f"Expected a numeric tensor for AVG but got dtype={dtype}")
+    if dtype.is_complex and reduce_op not in ("SUM", "AVG"):
+        raise CollectiveRefused(f"Expected a real tensor for {reduce_op} but got dtype={dtype}")
 
 
 def reduce_tensors(tensors: Sequence[Tensor], reduce_op: str, order: str = "rank") -> Tensor:
@@ -130,3 +133,26 @@ def scatter(inputs: Sequence[Sequence[Tensor]], root: int) -> Results:
 def all_to_all(inputs: Sequence[Sequence[Tensor]]) -> Results:
     """Rank r gets tensor r of every rank, in rank order."""
     return [[own[rank] for own in inputs] for rank in range(len(inputs))]
+
+
+def compute(kind: str, inputs: Sequence[Sequence[Tensor]], reduce_op: str = "", order: str = "rank", root: int | None = None) -> Results:
+    """What a collective of any kind gives each rank.
+
+    Args:
+        kind: as in :class:`tpverify.ledger.record.Record`, but no send or recv.
+        inputs: by rank, the tensors it brings.
+        root: group rank, where the kind has one.
+    """
+    rooted = root or 0
+    kinds: dict[str, Callable[[], Results]] = {
+        "all_reduce": lambda: all_reduce(inputs, reduce_op, order),
+        "reduce": lambda: reduce(inputs, reduce_op, order, rooted),
+        "all_gather": lambda: all_gather(inputs),
+        "reduce_scatter": lambda: reduce_scatter(inputs, reduce_op, order),
+        "broadcast": lambda: broadcast(inputs, rooted),
+        "gather": lambda: gather(inputs, rooted),
+        "scatter": lambda: scatter(inputs, rooted),
+        "all_to_all": lambda: all_to_all(inputs),
+        "barrier": lambda: [[] for _ in inputs],
+    }
+    return kinds[kind]()

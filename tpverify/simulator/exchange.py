@@ -94,6 +94,10 @@ class GroupState:
     crossings: dict[int, CrossingDetector] = field(default_factory=dict)
 
 
+Perturb = Callable[[Meeting, collectives.Results], collectives.Results]
+"""Given a complete meeting and what it computes, what its ranks get instead: how a fault of the program is imitated."""
+
+
 class Turns(Protocol):
     """What decides which rank runs, or watches ranks that run by themselves."""
 
@@ -113,11 +117,13 @@ class Exchange:
     Args:
         scheduler: blocks and wakes ranks, and ends the run.
         reduction_order: one of ``collectives.REDUCTION_ORDERS``.
+        perturb: changes what a collective hands to its ranks; sees every collective, once all ranks have come.
     """
 
-    def __init__(self, scheduler: Turns, reduction_order: str = "rank") -> None:
+    def __init__(self, scheduler: Turns, reduction_order: str = "rank", perturb: Perturb | None = None) -> None:
         self._scheduler = scheduler
         self._order = reduction_order
+        self._perturb = perturb
         self._groups: dict[str, GroupState] = {}
         self._created: dict[str, tuple[tuple[int, ...], int, str]] = {}
 
@@ -234,20 +240,10 @@ class Exchange:
 
     def _compute(self, meeting: Meeting, call: Call) -> None:
         inputs = [meeting.calls[rank].inputs for rank in range(len(meeting.members))]
-        root = call.root if call.root is not None else 0
-        kinds: dict[str, Callable[[], collectives.Results]] = {
-            "all_reduce": lambda: collectives.all_reduce(inputs, call.reduce_op, self._order),
-            "reduce": lambda: collectives.reduce(inputs, call.reduce_op, self._order, root),
-            "all_gather": lambda: collectives.all_gather(inputs),
-            "reduce_scatter": lambda: collectives.reduce_scatter(inputs, call.reduce_op, self._order),
-            "broadcast": lambda: collectives.broadcast(inputs, root),
-            "gather": lambda: collectives.gather(inputs, root),
-            "scatter": lambda: collectives.scatter(inputs, root),
-            "all_to_all": lambda: collectives.all_to_all(inputs),
-            "barrier": lambda: [[] for _ in inputs],
-        }
         with torch.no_grad():
-            results = kinds[call.kind]()
+            results = collectives.compute(call.kind, inputs, call.reduce_op, self._order, call.root)
+            if self._perturb is not None:
+                results = self._perturb(meeting, results)
         self._check_sizes(meeting, results)
         meeting.results = results
 

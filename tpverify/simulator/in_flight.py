@@ -34,7 +34,8 @@ class PlainTensors:
 class Watch:
     """Notices writes to the tensors of a call in flight.
 
-    Version counters are cheap but shared by all views of a buffer, so where one has moved the contents decide.
+    Version counters are cheap but shared by all views of a buffer, so where one has moved that is not the tensor's alone, the
+    contents decide. They cannot where what is written depends on what was there: NaN stays NaN.
 
     Args:
         call: as issued, its outputs poisoned.
@@ -50,7 +51,12 @@ class Watch:
         """Whether any of the tensors has another content than at the call."""
         with torch.no_grad(), PlainTensors():
             moved = [(tensor, before) for tensor, version, before in self._watched if version is None or version != _version(tensor)]
-            return not all(_same(tensor, before) for tensor, before in moved)
+            return any((_is_whole(tensor) and not tensor.is_inference()) or not _same(tensor, before) for tensor, before in moved)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether the tensor is all there is in its memory."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from tpverify.errors import CollectiveRefused
 from tpverify.simulator.collectives import check_reducible
 from tpverify.simulator.endpoint import Endpoint, SimWork
 from tpverify.simulator.exchange import Call
@@ -98,11 +99,15 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """all_gather into one tensor, rank after rank by elements."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self._all_gather_single([_plain(output)], [_plain(tensor)], opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Several all_gathers into one tensor each."""
         outputs, inputs = _listed(outputs), _listed(inputs)
+        _expect_real("all_gather of several tensors", inputs)
+        return self._all_gather_single(outputs, inputs, opts)
+
+    def _all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             _expect_elements("the output of all_gather", output, tensor.numel() * self.size())
         return self._issue(Call("all_gather", inputs, outputs, is_async=_is_async(opts)))
@@ -133,42 +138,47 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         """broadcast in place from ``opts.rootRank``."""
         tensors = _listed(tensors)
-        written = [] if self.group_rank == _root(opts) else tensors
-        return self._issue(Call("broadcast", tensors, written, root=_root(opts), is_async=_is_async(opts)))
+        written = [] if self.group_rank == self._root(opts) else tensors
+        return self._issue(Call("broadcast", tensors, written, root=self._root(opts), is_async=_is_async(opts)))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """reduce in place to ``opts.rootRank``; other ranks' tensors keep their value."""
         tensors = _listed(tensors)
-        written = tensors if self.group_rank == _root(opts) else []
-        call = Call("reduce", tensors, written, _reduce_op(opts), root=_root(opts), is_async=_is_async(opts))
+        written = tensors if self.group_rank == self._root(opts) else []
+        call = Call("reduce", tensors, written, _reduce_op(opts), root=self._root(opts), is_async=_is_async(opts))
         return self._issue(call)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """gather to a list on the root."""
+        _expect_real("gather", _listed(inputs))
         lists = _lists(outputs)
-        buffers = [buffer for buffers in lists for buffer in buffers] if self.group_rank == _root(opts) else []
-        if self.group_rank == _root(opts):
+        buffers = [buffer for buffers in lists for buffer in buffers] if self.group_rank == self._root(opts) else []
+        if self.group_rank == self._root(opts):
             _expect_count("output tensors of gather on the root", len(buffers), self.size(), 0)
-        return self._issue(Call("gather", _listed(inputs), buffers, root=_root(opts), is_async=_is_async(opts)))
+            _expect_elements("the own buffer of gather", buffers[self.group_rank], _listed(inputs)[0].numel())
+        return self._issue(Call("gather", _listed(inputs), buffers, root=self._root(opts), is_async=_is_async(opts)))
 
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """gather into one tensor on the root, rank after rank by elements; the other ranks' output is not used."""
-        written = _listed(output) if self.group_rank == _root(opts) else []
+        _expect_real("gather", _listed(tensor))
+        written = _listed(output) if self.group_rank == self._root(opts) else []
         for buffer in written:
             _expect_elements("the output of gather on the root", buffer, tensor.numel() * self.size())
-        return self._issue(Call("gather", _listed(tensor), written, root=_root(opts), is_async=_is_async(opts)))
+        return self._issue(Call("gather", _listed(tensor), written, root=self._root(opts), is_async=_is_async(opts)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """scatter a list from the root."""
         lists = _lists(inputs)
-        chunks = [chunk for chunks in lists for chunk in chunks] if self.group_rank == _root(opts) else []
-        if self.group_rank == _root(opts):
+        chunks = [chunk for chunks in lists for chunk in chunks] if self.group_rank == self._root(opts) else []
+        if self.group_rank == self._root(opts):
             _expect_count("input tensors of scatter on the root", len(chunks), self.size(), 0)
-        return self._issue(Call("scatter", chunks, _listed(outputs), root=_root(opts), is_async=_is_async(opts)))
+            _expect_elements("the output of scatter", _listed(outputs)[0], chunks[self.group_rank].numel())
+        return self._issue(Call("scatter", chunks, _listed(outputs), root=self._root(opts), is_async=_is_async(opts)))
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """all_to_all of lists with one tensor per rank."""
         outputs, inputs = _listed(outputs), _listed(inputs)
+        _expect_real("all_to_all", inputs)
         _expect_count("input tensors of all_to_all", len(inputs), self.size(), 0)
         _expect_count("output tensors of all_to_all", len(outputs), self.size(), 0)
         return self._issue(Call("all_to_all", inputs, outputs, is_async=_is_async(opts)))
@@ -178,6 +188,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         """all_to_all of one tensor, cut along dimension 0 by the given sizes or evenly."""
         output, tensor = _plain(output), _plain(tensor)
+        _expect_real("all_to_all", [tensor])
         parts = tuple(part.numel() for part in _split(output, output_splits, self.size(), "output"))
         inputs = _split(tensor, input_splits, self.size(), "input")
         return self._issue(Call("all_to_all", inputs, [output], parts=parts, is_async=_is_async(opts)), whole_inputs=[tensor])
@@ -209,7 +220,14 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
         works, self._batch = self._batch or [], None
         return self.endpoint.all_of(works)
 
+    def _root(self, opts: Any) -> int:
+        root = int(getattr(opts, "rootRank", 0))
+        if not 0 <= root < self.size():
+            raise CollectiveRefused(f"Expected a root from 0 to {self.size() - 1} in a group of {self.size()} but got root={root}")
+        return root
+
     def _issue(self, call: Call, whole_inputs: Sequence[Tensor] | None = None) -> dist.Work:
+        _expect_known_dtype(*call.inputs, *call.outputs)
         _expect_one_dtype(call)
         if call.reduce_op:
             for tensor in call.inputs:
@@ -259,6 +277,10 @@ RELEASE_NAMES = (
 """Each collective method's names, newest first; the gathers into one tensor exist from torch 2.14."""
 
 
+_UNKNOWN_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
+"""Neither gloo nor NCCL has a name for them."""
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """The tensor itself where a functional collective has returned a promise of it."""
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]
@@ -276,10 +298,6 @@ def _is_async(opts: Any) -> bool:
     return bool(getattr(opts, "asyncOp", True))
 
 
-def _root(opts: Any) -> int:
-    return int(getattr(opts, "rootRank", 0))
-
-
 def _reduce_op(opts: Any) -> str:
     operator = getattr(opts, "reduceOp", opts)
     operator = getattr(operator, "op", operator)
@@ -292,17 +310,30 @@ def _chunks(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 def _split(tensor: Tensor, sizes: Any, count: int, what: str) -> list[Tensor]:
     if tensor.dim() == 0:
-        raise ValueError(f"Expected an {what} of all_to_all with at least one dimension but got a scalar")
+        raise CollectiveRefused(f"Expected an {what} of all_to_all with at least one dimension but got a scalar")
     if not sizes:
         if tensor.shape[0] % count:
-            raise ValueError(
+            raise CollectiveRefused(
                 f"Expected the {what} of all_to_all to divide by the group size {count} but got {len(tensor)} rows: give split sizes"
             )
         sizes = [tensor.shape[0] // count] * count
     _expect_count(f"{what} split sizes of all_to_all", len(sizes), count, 0)
     if sum(sizes) != tensor.shape[0]:
-        raise ValueError(f"Expected {what} split sizes that add up to {tensor.shape[0]} rows but got {list(sizes)}")
+        raise CollectiveRefused(f"Expected {what} split sizes that add up to {tensor.shape[0]} rows but got {list(sizes)}")
     return list(torch.split(tensor, list(sizes)))
+
+
+def _expect_known_dtype(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype in _UNKNOWN_DTYPES:
+            raise CollectiveRefused(f"Expected a dtype that gloo or NCCL can send but got dtype={tensor.dtype}")
+
+
+def _expect_real(what: str, tensors: Sequence[Tensor]) -> None:
+    """Backends know complex numbers by the kind; where they do not, PyTorch's Python functions hand over a real view, or nothing does."""
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise CollectiveRefused(f"Expected real numbers for {what} but got dtype={tensor.dtype}: give torch.view_as_real of it")
 
 
 def _expect_one_dtype(call: Call) -> None:
@@ -311,14 +342,14 @@ def _expect_one_dtype(call: Call) -> None:
     for index, tensor in enumerate(many if few else []):
         other = few[index * len(few) // len(many)]
         if tensor.dtype != other.dtype:
-            raise ValueError(f"Expected one dtype for what {call.kind} reads and writes but got {tensor.dtype} and {other.dtype}")
+            raise CollectiveRefused(f"Expected one dtype for what {call.kind} reads and writes but got {tensor.dtype} and {other.dtype}")
 
 
 def _expect_count(what: str, got: int, expected: int, index: int) -> None:
     if got != expected:
-        raise ValueError(f"Expected {expected} {what}, one per rank, but got {got} (list {index})")
+        raise CollectiveRefused(f"Expected {expected} {what}, one per rank, but got {got} (list {index})")
 
 
 def _expect_elements(what: str, tensor: Tensor, expected: int) -> None:
     if tensor.numel() != expected:
-        raise ValueError(f"Expected {what} to have {expected} elements but got shape={tuple(tensor.shape)}")
+        raise CollectiveRefused(f"Expected {what} to have {expected} elements but got shape={tuple(tensor.shape)}")

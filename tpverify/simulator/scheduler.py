@@ -70,6 +70,7 @@ class Scheduler:
         self._abandoned: set[int] = set()
         self._started = False
         self._ended = threading.Event()
+        self._over = False
         # Guards who runs, who may be interrupted and who was abandoned against the thread that interrupts ranks.
         self._lock = threading.Lock()
         self._running: int | None = None
@@ -92,10 +93,12 @@ class Scheduler:
                 self._time_out(timeout)
         except BaseException:
             self._stop()
+            self._over = True
             raise
         for rank, thread in enumerate(threads):
             if rank not in self._abandoned:
                 thread.join(GRACE_SECONDS)
+        self._over = True
         if self.failure is not None:
             raise self.failure
 
@@ -104,8 +107,13 @@ class Scheduler:
 
         Raises:
             Unwind: the run has ended.
-            RuntimeError: the call comes from a helper thread, which cannot give up the rank's turn.
+            RuntimeError: the call comes from a helper thread, which cannot give up the rank's turn, or from a later run.
         """
+        if self._over and rank not in self._abandoned:
+            way_out = "create groups anew, or name the module that keeps them in the subject's rank_local"
+            raise RuntimeError(
+                f"Expected a process group of this run but got one that an earlier run created, on its rank {rank}: {way_out}"
+            )
         if self.aborting:
             raise Unwind
         if threading.get_ident() != self._idents.get(rank):

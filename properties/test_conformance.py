@@ -1,0 +1,171 @@
+"""The simulator is right: generated programs of collectives and all built-in subjects, on the simulator and on gloo.
+
+``HYPOTHESIS_PROFILE=nightly python -m pytest properties/test_conformance.py`` compares more than ten thousand programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+from tpverify.conformance.calls import CALLS
+from tpverify.conformance.certify import Certifier, behaviour, outcome
+from tpverify.conformance.differences import DIFFERENCES, Difference, without_differences
+from tpverify.conformance.program import Program, Step
+from tpverify.conformance.programs import programs
+from tpverify.conformance.runs import unequal_runs
+from tpverify.errors import CollectiveRefused, RankError
+from tpverify.ledger.record import Record
+from tpverify.lookup import builtin_subjects
+from tpverify.processes.world import process_world
+from tpverify.simulator import collectives, endpoint
+from tpverify.strategies import cases
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning"),
+]
+
+NIGHTLY = settings().max_examples >= 1000
+PROGRAMS = 4000 if NIGHTLY else 30
+"""For each world size; not all of them are different."""
+CASES = 20 if NIGHTLY else 1
+"""For each subject and world size."""
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@pytest.fixture(scope="module")
+def certifier() -> Iterator[Certifier]:
+    """One set of processes for this module."""
+    certifier = Certifier("gloo")
+    yield certifier
+    certifier.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_programs_do_the_same_as_on_gloo(certifier: Certifier, world_size: int, record_property: Callable[[str, object], None]) -> None:
+    before = certifier.count.programs
+
+    @settings(max_examples=PROGRAMS, **QUIET)  # type: ignore[arg-type]
+    @given(programs((world_size,)))
+    def agree(program: Program) -> None:
+        differences = certifier.differences(program)
+        assert differences == [], f"{program!r}\n" + "\n".join(differences)
+
+    agree()
+    compared = certifier.count.programs - before
+    record_property("conformance", f"world size {world_size}: {compared} programs of collectives agree with gloo")
+    assert compared > 0.7 * PROGRAMS
+    if world_size == 4:
+        record_property("conformance", certifier.count.summary())
+        assert not NIGHTLY or certifier.count.programs >= 10_000
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_does_the_same_as_on_gloo(certifier: Certifier, call: str) -> None:
+    steps = (Step(call, root=1, shape=(3, 2)), Step(call, 1, wait_after=None), Step("all_reduce", 2))
+    program = Program(3, steps, groups=((0, 2), (1, 2)), values="normal")
+    assert certifier.differences(program) == []
+    # torch's nn.all_gather takes group ranks for global ones in backward, and is refused by all worlds.
+    assert outcome(without_differences(program, "gloo")[0]).error is None or call == "nn.all_gather"
+
+
+REFUSED = (
+    Step("all_reduce", op="BAND"),
+    Step("reduce_scatter_tensor", dtype="complex64", op="PRODUCT"),
+    Step("all_gather", dtype="int16"),
+    Step("broadcast", fault="root"),
+    Step("reduce", fault="root"),
+    Step("gather", dtype="complex64"),
+    Step("functional.all_to_all_single", dtype="complex64"),
+    Step("functional.all_gather_into_tensor_coalesced", dtype="complex64"),
+    Step("all_gather", fault="list length"),
+    Step("all_to_all_single", splits=(1,), fault="splits"),
+)
+"""What the simulator once computed, crashed on, or refused with an exception of another class."""
+
+
+@pytest.mark.parametrize("step", REFUSED, ids=lambda step: f"{step.call}-{step.fault or step.dtype}")
+def test_what_backends_refuse_is_refused_likewise(certifier: Certifier, step: Step) -> None:
+    program = Program(2, (step,))
+    error = outcome(program).error
+    assert isinstance(error, RankError) and isinstance(error.exception, CollectiveRefused)
+    assert isinstance(error.exception, ValueError) and isinstance(error.exception, RuntimeError)
+    assert certifier.differences(program) == []
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.name)
+def test_every_listed_difference_is_there(certifier: Certifier, difference: Difference) -> None:
+    for backend in difference.backends:
+        assert without_differences(difference.example, backend) == (replace(difference.example, steps=()), [difference.name])
+    assert behaviour(difference.example, certifier.bare) == (difference.ours, difference.theirs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", builtin_subjects())
+def test_a_subjects_run_is_that_on_gloo(name: str, world_size: int, record_property: Callable[[str, object], None]) -> None:
+    subject = builtin_subjects()[name]
+    compared = set()
+
+    @settings(max_examples=CASES, **QUIET)  # type: ignore[arg-type]
+    @given(cases(subject, (world_size,), most_ranks=4))
+    def agree(case: Any) -> None:
+        differences = unequal_runs(subject, case, process_world("gloo"))
+        assert differences == [], f"{case!r}\n" + "\n".join(differences)
+        compared.add(repr(case))
+
+    agree()
+    assert compared
+    record_property("conformance-cases", len(compared))
+
+
+def _minimum_as_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce = collectives.reduce_tensors
+    monkeypatch.setattr(collectives, "reduce_tensors", lambda tensors, op, order="rank": reduce(tensors, op.replace("MIN", "MAX"), order))
+
+
+def _gathered_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(inputs: Any) -> list[list[Tensor]]:
+        return [[tensor for column in zip(*inputs, strict=True) for tensor in reversed(column)] for _ in inputs]
+
+    monkeypatch.setattr(collectives, "all_gather", all_gather)
+
+
+def _root_misrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misrecorded(**fields: Any) -> Record:
+        return Record(**{**fields, "root": 0 if fields["kind"] == "reduce" else fields["root"]})
+
+    monkeypatch.setattr(endpoint, "Record", misrecorded)
+
+
+def _anything_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpverify.simulator.process_group.check_reducible", lambda dtype, op: None)
+
+
+@pytest.mark.parametrize(
+    ("bend", "call"),
+    [
+        (_minimum_as_maximum, "all_reduce"),
+        (_gathered_backwards, "all_gather"),
+        (_root_misrecorded, "reduce"),
+        (_anything_goes, "all_reduce"),
+    ],
+)
+def test_a_bent_simulator_is_found_on_the_smallest_program(
+    certifier: Certifier, monkeypatch: pytest.MonkeyPatch, bend: Callable[[pytest.MonkeyPatch], None], call: str
+) -> None:
+    search = settings(max_examples=400, database=None, derandomize=True, phases=(Phase.generate, Phase.shrink), **QUIET)  # type: ignore[arg-type]
+    drawn = programs((2,), calls=("barrier", call), most_steps=2)
+    bend(monkeypatch)
+    smallest = hypothesis.find(drawn, lambda program: bool(certifier.differences(program)), settings=search)
+    assert [step.call for step in smallest.steps] == [call]
+    assert smallest.groups == () and smallest.steps[0].shape == (2,) and smallest.steps[0].wait_after is None
+    monkeypatch.undo()
+    assert certifier.differences(smallest) == []
