@@ -6,20 +6,25 @@ import json
 import queue
 import socket
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 import tpverify as tpv
 from tpverify.ledger.record import CallSite, Record
 from tpverify.processes.channel import Channel
 from tpverify.processes.codec import DTYPES, decode, encode
+from tpverify.processes.devices import device_for
 from tpverify.processes.errors_as_data import described, rebuilt
-from tpverify.processes.recorded_group import Announcer
+from tpverify.processes.recorded_group import Announcer, RecordedEndpoint, RecordedProcessGroup, batched_messages
 from tpverify.run import ModuleCall, Placed, RankRun
 from tpverify.simulator.exchange import Call
 from tpverify.simulator.failures import rank_error
+from tpverify.simulator.recorder import Recorder
 
 RECORD = Record(
     op_id=0,
@@ -101,6 +106,12 @@ def test_every_dtype_has_a_name() -> None:
     assert DTYPES["torch.float64"] is torch.float64 and DTYPES["torch.bfloat16"] is torch.bfloat16
 
 
+def test_gloo_takes_either_device() -> None:
+    assert [device_for("gloo", device) for device in (None, "cpu", "cuda")] == ["cpu", "cpu", "cuda"]
+    with pytest.raises(tpv.CaseError, match="Expected cpu or cuda for world='gloo' but got device='tpu'"):
+        device_for("gloo", "tpu")
+
+
 class OutOfRangeError(IndexError):
     """A class that the controller does not know."""
 
@@ -121,6 +132,65 @@ def test_an_exception_keeps_its_nearest_known_class(raised: BaseException, neare
     error = rebuilt(1, *described(rank_error(1, raised)))
     assert type(error.exception) is nearest and error.exception.args == (message,)
     assert str(error).startswith(f"rank 1 raised {type(raised).__name__}\n")
+
+
+class Backend:
+    """A backend that must be given messages together, as NCCL; notes what it is asked."""
+
+    def __init__(self, grouped: bool) -> None:
+        self.asked: list[str] = []
+        self.grouped = grouped
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(supports_coalescing=self.grouped)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.asked.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        self.asked.append("end")
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+
+    def send(self, *arguments: Any) -> Any:
+        """Starts a send."""
+        self.asked.append("send")
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+
+    def recv(self, *arguments: Any) -> Any:
+        """Starts a recv."""
+        self.asked.append("recv")
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+
+
+@pytest.fixture
+def announcer() -> Iterator[Announcer]:
+    """Announces to nobody."""
+    ours, theirs = map(Channel, socket.socketpair())
+    yield Announcer(ours, queue.SimpleQueue())
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(("grouped", "asked"), [(True, ["start", "recv", "send", "end"]), (False, ["recv", "send"])])
+@pytest.mark.parametrize("manager", [False, True])
+def test_a_batch_of_messages_reaches_the_backend_as_one(
+    monkeypatch: pytest.MonkeyPatch, announcer: Announcer, grouped: bool, asked: list[str], manager: bool
+) -> None:
+    monkeypatch.setattr(c10d, "_check_p2p_op_list", lambda operations: None)
+    backend, tensor = Backend(grouped), torch.ones(2)
+    group = RecordedProcessGroup(backend, RecordedEndpoint(0, announcer, Recorder(), None), "0", "0/0", 0, (0, 1))
+    with batched_messages():
+        if manager:
+            group._start_coalescing(tensor.device)
+        else:
+            c10d._check_p2p_op_list([SimpleNamespace(group=group, tensor=tensor)] * 2)
+        works = [group.recv([tensor], 1, 0), group.send([tensor], 1, 0)]
+        if manager:
+            works.append(group._end_coalescing(tensor.device))
+    assert backend.asked == asked
+    assert all(work.wait() for work in reversed(works))
+    group.send([tensor], 1, 0)
+    assert backend.asked == [*asked, "send"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

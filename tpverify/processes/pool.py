@@ -10,16 +10,18 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from typing import Protocol
 
 from tpverify.errors import CaseError
 from tpverify.processes.channel import Channel
+from tpverify.processes.devices import MOST_RANKS, check_gpus
+from tpverify.processes.link import LOOPBACKS
 
 LAUNCHER = "tpverify.processes.launcher"
 LAUNCHER_SECONDS = 10.0
 """How long the launcher gets to kill the ranks and to say how they ended."""
 CLOSE_SECONDS = 1.0
 """How long the launcher gets to end by itself before it is killed, which ends the ranks too."""
-LOOPBACKS = ("lo", "lo0")
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,69 @@ class Worker:
     channel: Channel
 
 
-class Pool:
-    """Rank processes 0 to n - 1 on this machine, for worlds of up to n ranks.
+class Pool(Protocol):
+    """Rank processes 0 to n - 1, for worlds of up to n ranks."""
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks there may be."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks that are there, by rank."""
+
+    @property
+    def launcher_pid(self) -> int | None:
+        """Process id of the parent of the ranks on this machine, if there is one."""
+
+    @property
+    def place(self) -> tuple[list[str], str] | None:
+        """Where ranks import from and which folder they work in; None = where they were started."""
+
+    def workers(self, count: int, subject: str) -> list[Worker]:
+        """The first ``count`` ranks, started where they are not there yet.
+
+        Args:
+            subject: address of what they will run; imported once for all ranks that are started from now on.
+
+        Raises:
+            CaseError: there are not that many.
+        """
+
+    def check_ranks(self, count: int) -> None:
+        """See that there may be so many ranks.
+
+        Raises:
+            CaseError: there may not.
+        """
+
+    def check_alive(self) -> None:
+        """See that ranks that died can be replaced.
+
+        Raises:
+            JobError: a machine or its part of the job is gone.
+        """
+
+    def kill(self) -> dict[int, int]:
+        """End every rank; exit status by rank, negative for a signal. The next case gets new ones."""
+
+    def close(self) -> None:
+        """End every process; a pool that is closed starts again when it is needed."""
+
+
+class LocalPool:
+    """A pool on this machine.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        largest: most ranks there may be.
+        device: ``cpu`` or ``cuda``.
+        most_ranks: how many there may be.
     """
 
-    def __init__(self, backend: str, largest: int) -> None:
+    def __init__(self, backend: str, device: str, most_ranks: int) -> None:
+        self.most_ranks = most_ranks
         self._backend = backend
-        self._largest = largest
+        self._device = device
         self._owner = os.getpid()
         self._workers: list[Worker] = []
         self._loaded: set[str] = set()
@@ -49,6 +103,11 @@ class Pool:
         self._stores = 0
         self._launcher: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+
+    @property
+    def place(self) -> tuple[list[str], str]:
+        """The controller's, as it is now."""
+        return list(sys.path), os.getcwd()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -61,13 +120,8 @@ class Pool:
         return None if self._launcher is None else self._launcher.pid
 
     def workers(self, count: int, subject: str) -> list[Worker]:
-        """The first ``count`` ranks, started where they are not there yet.
-
-        Args:
-            subject: address of what they will run; imported once for all ranks that are started from now on.
-        """
-        if count > self._largest:
-            raise CaseError(f"Expected at most {self._largest} ranks for world={self._backend!r} on this machine but got {count}")
+        """See :meth:`Pool.workers`."""
+        self.check_ranks(count)
         if any(worker.channel.has_something() for worker in self._workers):
             self.kill()  # between cases, ranks have nothing to say: one has ended
         if len(self._workers) < count:
@@ -78,8 +132,18 @@ class Pool:
                 raise
         return self._workers[:count]
 
+    def check_ranks(self, count: int) -> None:
+        """See :meth:`Pool.check_ranks`."""
+        if self._backend == "nccl" and self.most_ranks < MOST_RANKS:
+            check_gpus(count, self.most_ranks)
+        if count > self.most_ranks:
+            raise CaseError(f"Expected at most {self.most_ranks} ranks on one machine but got {count}")
+
+    def check_alive(self) -> None:
+        """This machine is there."""
+
     def kill(self) -> dict[int, int]:
-        """End every rank; exit status by rank, negative for a signal. The next case gets new ones."""
+        """See :meth:`Pool.kill`."""
         for worker in self._workers:
             worker.channel.close()
         self._workers.clear()
@@ -123,7 +187,7 @@ class Pool:
         control = self._control()
         if subject not in self._loaded:
             self._loaded.add(subject)
-            control.send("load", sys.path, os.getcwd(), subject)
+            control.send("load", subject, self.place)
         while len(self._workers) < count:
             self._workers.append(self._spawn(control, len(self._workers)))
 
@@ -147,7 +211,8 @@ class Pool:
 
     def _spawn(self, control: Channel, rank: int) -> Worker:
         assert self._connection is not None
-        control.send("spawn", rank, self._backend, os.path.join(self._folder, f"store{self._stores}"), self._largest)
+        store = ("file", os.path.join(self._folder, f"store{self._stores}"), self.most_ranks, "")
+        control.send("spawn", rank, {"backend": self._backend, "device": self._device, "store": store})
         _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
         answer = control.receive() if descriptors else None
         if answer is None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
@@ -28,23 +29,19 @@ from tpverify.simulator.process_group import RELEASE_NAMES, SimProcessGroup
 from tpverify.simulator.recorder import Recorder, call_sites
 
 POLL_SECONDS = 0.0005
-# The controller ends a case that takes too long; the backend's own timeout must not come first.
-BACKEND_TIMEOUT = timedelta(days=1)
-
-_bindings: Any = torch._C._distributed_c10d
 
 
 class Pending:
-    """What the real backend has under way for one call."""
+    """What the real backend has under way for one call; ``work`` is its handle once the call has been handed over."""
 
-    def __init__(self, work: Any, op_id: int) -> None:
-        self.work = work
+    def __init__(self, op_id: int) -> None:
+        self.work: Any = None
         self.op_id = op_id
 
     @property
     def done(self) -> bool:
         """Whether it is complete."""
-        return bool(self.work.is_completed())
+        return self.work is not None and bool(self.work.is_completed())
 
 
 class Announcer:
@@ -174,7 +171,9 @@ class RecordedEndpoint(Endpoint):
         return [(record.op_id, record.payload) for record in self.records if record.payload is not None]
 
     def _start(self, group: SimProcessGroup, record: Record) -> Any:
-        return Pending(self.announcer.backend(cast(RecordedProcessGroup, group).request), record.op_id)
+        pending = Pending(record.op_id)
+        self.announcer.backend(lambda: cast(RecordedProcessGroup, group).start(pending, message=record.kind in ("send", "recv")))
+        return pending
 
     def _checked(self, watch: Watch | None, index: int) -> Callable[[], None]:
         def deliver() -> None:
@@ -195,6 +194,31 @@ def _watch(call: Call) -> Watch | None:
         return Watch(Call(call.kind, call.inputs, []), [tensor.clone() for tensor in call.inputs])
 
 
+class Together:
+    """Messages that the backend must be given as one.
+
+    Args:
+        device: of their tensors.
+        count: how many there will be; None = it is not known.
+    """
+
+    def __init__(self, device: torch.device, count: int | None) -> None:
+        self.device = device
+        self.count = count
+        self.calls: list[tuple[Pending, Callable[[], Any]]] = []
+
+    def start(self, inner: Any) -> None:
+        """Hand all of them to the real group; they share one handle."""
+        inner._start_coalescing(self.device)
+        try:
+            for _, call in self.calls:
+                call()
+        finally:
+            work = inner._end_coalescing(self.device)
+        for pending, _ in self.calls:
+            pending.work = work
+
+
 class RecordedProcessGroup(SimProcessGroup):
     """A simulated rank's process group, whose calls reach a real one with the arguments they came with.
 
@@ -206,11 +230,39 @@ class RecordedProcessGroup(SimProcessGroup):
         super().__init__(*arguments)
         self._inner = inner
         self._asked: Callable[[], Any] | None = None
+        self._together: Together | None = None
 
-    def request(self) -> Any:
-        """Hand the present call to the real group; its Work."""
+    _device_types = property(lambda self: self._inner._device_types)
+
+    def start(self, pending: Pending, *, message: bool) -> None:
+        """Hand the present call to the real group, or keep it until all messages of its batch are there."""
         assert self._asked is not None
-        return self._asked()
+        if self._together is None or not message:
+            pending.work = self._asked()
+            return
+        self._together.calls.append((pending, self._asked))
+        if len(self._together.calls) == self._together.count:
+            together, self._together = self._together, None
+            together.start(self._inner)
+
+    def expect_messages(self, device: torch.device, count: int | None = None) -> None:
+        """The next ``count`` sends and receives are one batch, or all until :meth:`_end_coalescing`, where the backend has batches.
+
+        NCCL carries messages out one after the other, so that two ranks which both receive first would wait for each other.
+        """
+        grouped = self._inner._get_backend(device).supports_coalescing
+        self._together = Together(device, count) if grouped else None
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        super()._start_coalescing(device)
+        if device is not None:
+            self.expect_messages(torch.device(device))
+
+    def _end_coalescing(self, device: Any = None) -> dist.Work:
+        together, self._together = self._together, None
+        if together is not None and together.calls:
+            cast(RecordedEndpoint, self.endpoint).announcer.backend(lambda: together.start(self._inner))
+        return super()._end_coalescing(device)
 
     def call(self, names: tuple[str, ...], name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """One method of the interface; where one method is written in terms of another, the first is the call."""
@@ -235,56 +287,29 @@ def _forwarding(names: tuple[str, ...], name: str) -> Any:
     return method
 
 
+@contextlib.contextmanager
+def batched_messages() -> Iterator[None]:
+    """Within the block ``batch_isend_irecv`` tells a recorded group of the batch that is about to come.
+
+    It would not ask a group of a class that it does not know; the function that checks its argument is where it can be met.
+    """
+    module: Any = c10d
+    check = module._check_p2p_op_list
+
+    def checked(operations: Any) -> None:
+        check(operations)
+        first = operations[0]
+        group = c10d._get_default_group() if first.group is None else first.group
+        if isinstance(group, RecordedProcessGroup):
+            group.expect_messages(first.tensor.device, len(operations))
+
+    module._check_p2p_op_list = checked
+    try:
+        yield
+    finally:
+        module._check_p2p_op_list = check
+
+
 for _names in RELEASE_NAMES:
     for _name in _names:
         setattr(RecordedProcessGroup, _name, _forwarding(_names, _name))
-
-
-class Backends:
-    """The real process groups of this process. They outlive a case: connecting costs more than a small case.
-
-    Every case numbers the groups that it creates over the same members; so all ranks take the same one.
-
-    Args:
-        backend: ``gloo`` or ``nccl``.
-        device: where this rank's tensors are.
-        store: through which the processes find each other.
-        rank: of this process.
-    """
-
-    def __init__(self, backend: str, device: torch.device, store: Any, rank: int) -> None:
-        self.name = backend
-        self._device = device
-        self._store = store
-        self._rank = rank
-        self._groups: dict[tuple[tuple[int, ...], int], Any] = {}
-        self._taken: Counter[tuple[int, ...]] = Counter()
-
-    def start_case(self) -> None:
-        """All groups are free again."""
-        self._taken.clear()
-
-    def take(self, members: tuple[int, ...], before_connecting: Callable[[], None]) -> Any:
-        """A group over these global ranks that the running case does not use yet."""
-        key = (members, self._taken[members])
-        self._taken[members] += 1
-        if key not in self._groups:
-            before_connecting()
-            self._groups[key] = self._connect(*key)
-        return self._groups[key]
-
-    def _connect(self, members: tuple[int, ...], number: int) -> Any:
-        store = _bindings.PrefixStore(f"{'-'.join(map(str, members))}/{number}", self._store)
-        group_rank, size = members.index(self._rank), len(members)
-        group: Any = dist.ProcessGroup(store, group_rank, size)
-        if self.name == "gloo":
-            kind = dist.ProcessGroup.BackendType.GLOO
-            backend = _bindings.ProcessGroupGloo(store, group_rank, size, timeout=BACKEND_TIMEOUT)
-        else:
-            kind = dist.ProcessGroup.BackendType.NCCL
-            options = _bindings.ProcessGroupNCCL.Options()
-            options._timeout = BACKEND_TIMEOUT
-            backend = _bindings.ProcessGroupNCCL(store, group_rank, size, options)
-        group._set_default_backend(kind)
-        group._register_backend(self._device, kind, backend)
-        return group

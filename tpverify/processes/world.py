@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import os
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from functools import cache
 
-import torch
-import torch.distributed as dist
-
 from tpverify.case import Case, parse_case
 from tpverify.errors import CaseError, RankError, RankTimeout, SimulationError, TpverifyError
 from tpverify.lookup import config_types, load_subject
+from tpverify.processes.devices import device_for, local_ranks
+from tpverify.processes.job_pool import JobPool, current_job
 from tpverify.processes.monitor import Monitor
-from tpverify.processes.pool import Pool, Worker
+from tpverify.processes.pool import LocalPool, Pool, Worker
+from tpverify.rank_program import group_layouts
 from tpverify.run import RankRun
-from tpverify.runner import group_layouts
 from tpverify.subjects.subject import Subject
 from tpverify.world import WorldRun
 
-AVAILABLE = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-MOST_RANKS = 64
 SETTLE_SECONDS = 0.3
 """Once a rank has raised or died, how long the others may still say what explains it."""
 ANSWER_SECONDS = 1.0
@@ -34,23 +29,33 @@ ANSWER_SECONDS = 1.0
 
 
 class ProcessWorld:
-    """Executes ranks in processes of this machine.
+    """Executes ranks in processes: of this machine, or of a job over several.
 
     The processes are kept from case to case, and replaced when a rank did not come back or the backend may be out of step.
 
     Args:
         backend: ``gloo`` or ``nccl``.
+        device: ``cpu`` or ``cuda``, where the ranks' tensors are; None = ``cpu`` for gloo and ``cuda`` for NCCL.
+        pool: of rank processes; None = one on this machine.
 
     Raises:
         CaseError: this machine or this torch cannot do that.
     """
 
-    def __init__(self, backend: str) -> None:
-        if not hasattr(os, "fork") or not dist.is_available() or not AVAILABLE[backend]():
-            raise CaseError(f"Expected a system with fork and a torch with {backend} but got {sys.platform} and torch {torch.__version__}")
-        self._pool = Pool(backend, torch.cuda.device_count() if backend == "nccl" else MOST_RANKS)
+    def __init__(self, backend: str, device: str | None = None, pool: Pool | None = None) -> None:
+        kind = device_for(backend, device)
+        self._pool: Pool = LocalPool(backend, kind, local_ranks(backend, kind)) if pool is None else pool
         self._lock = threading.Lock()
         self._cases = 0
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks a world may have."""
+        return self._pool.most_ranks
+
+    def check_ranks(self, count: int) -> None:
+        """See :meth:`tpverify.world.World.check_ranks`."""
+        self._pool.check_ranks(count)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -71,7 +76,7 @@ class ProcessWorld:
                 workers = self._pool.workers(world_size, subject.name)
                 self._cases += 1
                 task = {"number": self._cases, "subject": subject.name, "case": text, "traced": traced}
-                task |= {"path": list(sys.path), "folder": os.getcwd()}
+                task["place"] = self._pool.place
                 return self._execute(workers, task, timeout)
             except BaseException:
                 self._pool.kill()
@@ -92,6 +97,8 @@ class ProcessWorld:
             left = [rank for rank in monitor.unfinished if rank not in watch.gone]
         reusable = not monitor.unfinished and monitor.failure is None and monitor.idle and not watch.gone
         statuses = {} if reusable else self._pool.kill()
+        if watch.gone:
+            self._pool.check_alive()
         if monitor.unusable:
             raise CaseError(f"Expected {task['subject']!r} to be importable in other processes but got {monitor.unusable}")
         failure = monitor.disagreement()
@@ -222,12 +229,13 @@ def _timed_out(timeout: float, left: Sequence[int], monitor: Monitor) -> Simulat
 
 
 @cache
-def process_world(backend: str) -> ProcessWorld:
-    """The one world of a backend in this process; closed when the process ends.
+def process_world(backend: str, device: str | None = None) -> ProcessWorld:
+    """The one world of a backend and device in this process; closed when the process ends.
 
     Raises:
         CaseError: see :class:`ProcessWorld`.
     """
-    world = ProcessWorld(backend)
+    job = current_job()
+    world = ProcessWorld(backend, device, None if job is None else JobPool(job, backend, device_for(backend, device)))
     atexit.register(world.close)
     return world
