@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from tpverify.errors import CaseError
+from tpverify.options import DTYPES
 
 VALUES = ("normal", "integers", "edges", "one_shard", "repeated", "spike")
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
@@ -33,8 +34,11 @@ class Case:
         layout: memory layout of floating-point inputs and of the cotangent.
         groups: ``world``: the TP group is the world. ``blocks`` / ``strided``: two TP groups of ``world_size`` ranks each
             run side by side with different data, on ranks [0..W) and [W..2W), or on the even and the odd ranks.
-        calls: ``once``: forward and backward. ``twice``: both once more on the same module, with other inputs; gradients accumulate.
-            ``interleaved``: two calls of forward, then the backward of the first call and that of the second, as in a pipeline.
+        calls: ``once``: forward and backward. ``twice``: both once more on the same module, with other inputs and, as after an
+            optimizer's step, other parameter values; gradients accumulate. ``interleaved``: three calls of forward, then the
+            backward of each call in the same order, as in a pipeline.
+        dtype: the dtype in which modules are built, values are given and both sides compute; a subject whose ``precision`` is
+            narrower keeps that.
     """
 
     subject: str
@@ -45,20 +49,21 @@ class Case:
     layout: str = "contiguous"
     groups: str = "world"
     calls: str = "once"
+    dtype: str = "float64"
 
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
             raise CaseError(f"Expected a world size of at least 1 but got world_size={self.world_size!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise CaseError(f"Expected an integer but got seed={self.seed!r}")
-        for name, allowed in (("values", VALUES), ("layout", LAYOUTS), ("groups", GROUPS), ("calls", CALLS)):
+        for name, allowed in (("values", VALUES), ("layout", LAYOUTS), ("groups", GROUPS), ("calls", CALLS), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise CaseError(f"Expected one of {', '.join(allowed)} but got {name}={getattr(self, name)!r}")
 
     @property
     def call_count(self) -> int:
         """How often the module is called."""
-        return 1 if self.calls == "once" else 2
+        return {"once": 1, "twice": 2, "interleaved": 3}[self.calls]
 
     def __repr__(self) -> str:
         parts = [repr(self.subject), short_repr(self.config), f"world_size={self.world_size}"]

@@ -15,6 +15,18 @@ class CaseError(TpverifyError):
     """A case, its text form or an option cannot be used."""
 
 
+class NoDevice(CaseError):
+    """A GPU was asked for and this machine has none: nothing can be checked, which is no success."""
+
+
+class JobError(TpverifyError):
+    """A process of a job over several machines is gone, so that there can be no verdict."""
+
+
+class CollectiveRefused(TpverifyError, ValueError, RuntimeError):
+    """A call of a collective that no backend carries out; gloo refuses with RuntimeError, NCCL with ValueError, and this is either."""
+
+
 class SimulationError(TpverifyError):
     """A simulated run did not finish.
 

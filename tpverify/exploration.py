@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from hypothesis.errors import Flaky, Unsatisfiable
 
 from tpverify.case import Case
 from tpverify.errors import SubjectError
+from tpverify.options import DTYPES
 from tpverify.session import Key, Session, key_of, size_of
 from tpverify.strategies import cases
 from tpverify.violation import Violation
@@ -47,17 +49,24 @@ class _Shown(Exception):
 class Explorer:
     """Draws and shrinks cases with Hypothesis, reproducibly from one seed."""
 
-    def __init__(self, session: Session, world_sizes: Sequence[int], max_examples: int, seed: int) -> None:
+    def __init__(
+        self, session: Session, world_sizes: Sequence[int], max_examples: int, seed: int, dtypes: Sequence[str] = DTYPES[:1]
+    ) -> None:
         self._session = session
-        self._cases = cases(session.subject, world_sizes)
+        world = session.world
+        self._cases = cases(session.subject, world_sizes, None if world is None else world.most_ranks, dtypes)
+        if world is not None:
+            world.check_ranks(max(world_sizes))
         self._max_examples = max_examples
         self._seed = seed
         self._patience = math.inf
         self._order = list(session.checks)
         self._batch_of: dict[Key, int] = {}
 
-    def explore(self, progress: Callable[[int, int], None] | None) -> dict[Key, Case]:
-        """Draw cases; the smallest case that showed each failure."""
+    def explore(
+        self, progress: Callable[[int, int], None] | None, enough: Callable[[Sequence[Violation]], bool] | None = None
+    ) -> dict[Key, Case]:
+        """Draw cases, until the violations of one are ``enough``; the smallest case that showed each failure."""
         smallest: dict[Key, Case] = {}
         left = self._max_examples
         batch = 0
@@ -84,6 +93,8 @@ class Explorer:
                     self._batch_of[key_of(violation)] = batch
             if progress is not None:
                 progress(self._session.cases_run, self._max_examples)
+            if enough is not None and enough(violations):
+                raise _Enough
 
         with contextlib.suppress(_Enough):
             for batch in range(-(-REPEATS * self._max_examples // BATCH)):
@@ -105,8 +116,18 @@ class Explorer:
                     reported.setdefault(key_of(violation), [])
                     if violation not in reported[key_of(violation)]:
                         reported[key_of(violation)].append(violation)
-        violations = [violation for found in reported.values() for violation in found]
+        violations = [self._explained(violation) for found in reported.values() for violation in found]
         return sorted(violations, key=lambda violation: (self._order.index(violation.check), violation.tensor))
+
+    def _explained(self, violation: Violation) -> Violation:
+        """A tensor of one number fits any pattern and none: what is said of the same failure on a larger case may tell more."""
+        if violation.diagnosis:
+            return violation
+        told = [other for other in self._session.violations_of(key_of(violation)) if other.diagnosis]
+        if not told:
+            return violation
+        first = min(told, key=lambda other: (other.world_size, len(other.case), other.case))
+        return dataclasses.replace(violation, diagnosis=f"{first.diagnosis} (in a larger case, of world size {first.world_size})")
 
     def _shrink(self, key: Key, fallback: Case) -> Case:
         smallest = fallback

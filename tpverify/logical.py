@@ -11,6 +11,7 @@ from torch import nn
 
 from tpverify import modules, values
 from tpverify.case import Case, call_label
+from tpverify.device import default_dtype, on_cpu
 from tpverify.sharding import Layout, Replicate, local_indices, shard, sharded_dim
 from tpverify.subjects.subject import Input, Subject
 
@@ -21,15 +22,19 @@ class Logical:
 
     Attributes:
         parameters: values by name; a tied parameter stands under each of its names.
+        stepped: the same after a step of an optimizer, which leaves alone what needs no gradient.
         inputs: of each call, values by name.
         specs: how each input is drawn and placed.
         cotangents: of each call, by output label; filled when the reference has run.
+        dtype: of the leaves that floating-point inputs become.
     """
 
     parameters: dict[str, torch.Tensor]
+    stepped: dict[str, torch.Tensor]
     inputs: tuple[dict[str, torch.Tensor], ...]
     specs: Mapping[str, Input]
     cotangents: tuple[dict[str, torch.Tensor], ...]
+    dtype: torch.dtype
 
     @property
     def labelled_inputs(self) -> dict[str, torch.Tensor]:
@@ -37,19 +42,32 @@ class Logical:
         return {call_label(name, call): tensor for call, drawn in enumerate(self.inputs) for name, tensor in drawn.items()}
 
 
-def draw(subject: Subject, case: Case, group: int, module: nn.Module) -> Logical:
-    """The parameters of a module and the inputs of every call, from the case's seed.
+def draw(subject: Subject, case: Case, group: int, module: nn.Module, dtype: torch.dtype | None = None) -> Logical:
+    """The parameters of a module and the inputs of every call, from the case's seed, as numbers of the working dtype.
+
+    They lie on the CPU, in float64.
 
     Args:
         group: index of the TP group.
         module: the reference.
+        dtype: of the leaves; None = the working dtype.
     """
+    with on_cpu(), default_dtype(torch.float64):  # a generator gives other numbers for another dtype
+        return _drawn(subject, case, group, module, dtype)
+
+
+def _drawn(subject: Subject, case: Case, group: int, module: nn.Module, dtype: torch.dtype | None) -> Logical:
+    working = subject.working_dtype(case.dtype)
     parameters: dict[str, torch.Tensor] = {}
-    drawn: dict[int, torch.Tensor] = {}
+    stepped: dict[str, torch.Tensor] = {}
+    drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, parameter in modules.named_parameters(module).items():
         if id(parameter) not in drawn:
-            drawn[id(parameter)] = values.draw_parameter(case, group, name, parameter.shape)
-        parameters[name] = drawn[id(parameter)]
+            first = values.rounded(values.draw_parameter(case, group, name, parameter.shape), working)
+            moves = case.calls == "twice" and parameter.requires_grad
+            later = values.rounded(values.draw_parameter(case, group, call_label(name, 1), parameter.shape), working) if moves else first
+            drawn[id(parameter)] = first, later
+        parameters[name], stepped[name] = drawn[id(parameter)]
     specs = subject.inputs(case.config)
     vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
     shards = _id_shards(subject, case, specs, parameters) if specs else []
@@ -57,8 +75,8 @@ def draw(subject: Subject, case: Case, group: int, module: nn.Module) -> Logical
     for call, of_call in enumerate(inputs):
         for name, spec in specs.items():
             spiked = vocabulary is not None and name == vocabulary.logits
-            of_call[name] = values.draw_input(case, group, call_label(name, call), spec, shards, spiked)
-    return Logical(parameters, inputs, specs, tuple({} for _ in inputs))
+            of_call[name] = values.rounded(values.draw_input(case, group, call_label(name, call), spec, shards, spiked), working)
+    return Logical(parameters, stepped, inputs, specs, tuple({} for _ in inputs), dtype or working)
 
 
 def leaves_of(subject: Subject, case: Case, logical: Logical, rank: int | None = None) -> list[dict[str, torch.Tensor]]:
@@ -73,7 +91,7 @@ def leaves_of(subject: Subject, case: Case, logical: Logical, rank: int | None =
                 of_call[name] if rank is None else shard(of_call[name], spec.placements.value, rank, case.world_size),
                 spec,
                 case.layout,
-                subject.precision,
+                logical.dtype,
             )
             for name, spec in logical.specs.items()
         }
@@ -81,10 +99,12 @@ def leaves_of(subject: Subject, case: Case, logical: Logical, rank: int | None =
     ]
 
 
-def in_order(case: Case, forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
-    """Make the case's calls: ``forward`` and ``backward`` are given the number of the call, from 0."""
+def in_order(case: Case, forward: Callable[[int], None], backward: Callable[[int], None], step: Callable[[], None]) -> None:
+    """Make the case's calls: ``forward`` and ``backward`` are given the number of the call, from 0; ``step`` changes parameters."""
     late = case.calls == "interleaved"
     for call in range(case.call_count):
+        if call and not late:
+            step()
         forward(call)
         if not late:
             backward(call)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from tpverify.adapters.library import library_of
 from tpverify.case import Case, parse_case, subject_of
 from tpverify.config import Config
 from tpverify.description import check_subject
@@ -27,14 +28,15 @@ def builtin_subjects() -> dict[str, Subject]:
 
 
 def load_subject(name: str) -> Subject:
-    """A built-in subject, or ``module:attribute`` with the current directory importable.
+    """A built-in subject, ``library.layer`` of an adapter, or ``module:attribute`` with the current directory importable.
 
     Raises:
         CaseError: no such subject, module or attribute.
         SubjectError: the module raises when imported, or the attribute is not a Subject.
     """
     if ":" not in name:
-        known = builtin_subjects()
+        library = library_of(name)
+        known = {f"{library.name}.{layer}": subject for layer, subject in library.subjects().items()} if library else builtin_subjects()
         if name in known:
             return known[name]
         stem = name.removesuffix(".py")

@@ -63,6 +63,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, where checks look at tensors, without its history."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def mesh_placement(tensor: DTensor, name: str) -> Placement:
     """The placement of a DTensor on its one mesh axis.
 
@@ -172,8 +177,8 @@ def gradient_of(tensor: torch.Tensor, placement: Placement) -> Placed:
     """A leaf's gradient as it lies on this rank; a DTensor gradient brings its own placement."""
     gradient = tensor.grad
     if isinstance(gradient, DTensor):
-        return Placed(gradient.to_local().detach().clone(), mesh_placement(gradient, "a gradient").value)
-    return Placed(None if gradient is None else gradient.detach().clone(), placement.of_gradient)
+        return Placed(on_host(gradient.to_local()), mesh_placement(gradient, "a gradient").value)
+    return Placed(None if gradient is None else on_host(gradient), placement.of_gradient)
 
 
 def graph_depth(outputs: Iterable[torch.Tensor]) -> int:

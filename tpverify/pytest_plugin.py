@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tpverify.errors import CaseError
-from tpverify.options import WORLD_SIZES_VARIABLE, WORLD_VARIABLE, WORLDS, parse_world_sizes
-from tpverify.report import parse_report, write_report
+from tpverify.options import (
+    DEVICE_VARIABLE,
+    DEVICES,
+    DTYPES_VARIABLE,
+    WORLD_SIZES_VARIABLE,
+    WORLD_VARIABLE,
+    WORLDS,
+    parse_dtypes,
+    parse_world_sizes,
+)
+from tpverify.report import LEDGERS_ONLY, parse_report, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -67,6 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options."""
     group = parser.getgroup("tpverify", "tensor-parallel verification")
     group.addoption("--tpverify-world", choices=WORLDS, help="what executes the ranks of property tests")
+    group.addoption("--tpverify-device", choices=DEVICES, help="where ranks and references of property tests compute")
+    group.addoption("--tpverify-dtypes", metavar="NAME,...", help="working dtypes that property tests draw from, as in float64,bfloat16")
     group.addoption("--tpverify-world-sizes", metavar="N,N,...", help="TP degrees that property tests draw from, as in 1,2,4")
     group.addoption(
         "--tpverify-report",
@@ -80,17 +91,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options and hand them to property tests through the environment."""
     sizes = config.getoption("--tpverify-world-sizes")
+    dtypes = config.getoption("--tpverify-dtypes")
     try:
         reports = [parse_report(text) for text in config.getoption("--tpverify-report")]
         if sizes is not None:
             parse_world_sizes(sizes)
+        if dtypes is not None:
+            parse_dtypes(dtypes)
     except CaseError as problem:
         raise pytest.UsageError(str(problem)) from problem
-    if any(name == "trace" for name, _ in reports):
-        raise pytest.UsageError("Expected text, json or html but got --tpverify-report trace=...: use tpverify verify --report trace=PATH")
+    for name, path in reports:
+        if name in LEDGERS_ONLY:
+            way_out = f"use tpverify verify --report {name}=PATH"
+            raise pytest.UsageError(f"Expected text, json or html but got --tpverify-report {name}={path}: {way_out}")
     session = Session(reports)
     session.export(WORLD_SIZES_VARIABLE, sizes)
     session.export(WORLD_VARIABLE, config.getoption("--tpverify-world"))
+    session.export(DEVICE_VARIABLE, config.getoption("--tpverify-device"))
+    session.export(DTYPES_VARIABLE, dtypes)
     config.pluginmanager.register(session, PLUGIN)
 
 

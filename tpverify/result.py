@@ -20,6 +20,7 @@ class Result:
         rejected: cases the subject says must be refused, and that were refused.
         violations: the broken checks, each on the smallest case found that shows it.
         seconds: wall time, seconds.
+        dtypes: cases run by ``Case.dtype``.
     """
 
     subject: str
@@ -29,6 +30,7 @@ class Result:
     rejected: int = 0
     violations: tuple[Violation, ...] = ()
     seconds: float = 0.0
+    dtypes: dict[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -42,6 +44,7 @@ class Result:
             "passed": self.passed,
             "cases_run": self.cases_run,
             "world_sizes": {str(size): count for size, count in sorted(self.world_sizes.items())},
+            "dtypes": dict(self.dtypes),
             "checks": dict(sorted(self.checks.items())),
             "rejected": self.rejected,
             "violations": [violation.as_dict() for violation in self.violations],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from tpverify import values
 from tpverify.checks.finding import gradient_scale
 from tpverify.errors import SubjectError
+from tpverify.low_precision import Spread, scale_of
+from tpverify.options import CPU
 from tpverify.run import Comparison, RankRun
 from tpverify.runner import run_reference
 from tpverify.tolerance import relative_error, row_errors, unit_roundoff
@@ -17,7 +21,38 @@ REPEATS = 5
 """How often the reference runs with values that are off by a rounding."""
 
 
-def sensitivity(comparison: Comparison, group: int) -> dict[str, float]:
+def spread(comparison: Comparison, group: int, device: str = CPU) -> dict[str, Spread]:
+    """Half precision, by tensor label: how far runs of the reference are off when all values are off by one rounding each.
+
+    Args:
+        group, device: as for :func:`sensitivity`.
+    """
+    subject, case = comparison.subject, comparison.case
+    assert comparison.reference.oracle is not None
+    base = dict(_tensors(comparison.reference.oracle))
+    found = {label: Spread(torch.zeros_like(tensor), 0.0) for label, tensor in base.items() if tensor.is_floating_point()}
+    for repeat in range(REPEATS):
+        sides = []
+        for dtype in (None, torch.float64):
+            with values.shaken(repeat, 2 * unit_roundoff(comparison.dtype)), contextlib.suppress(SubjectError):
+                sides.append(dict(_tensors(run_reference(subject, case, group, False, device, dtype).run.ranks[0])))
+        if len(sides) < 2:
+            continue  # the values as drawn do run; others are of no use then
+        single, oracle = sides
+        for label, known in found.items():
+            tensors = [side.get(label) for side in (single, oracle)]
+            if all(tensor is not None and tensor.shape == base[label].shape for tensor in tensors):
+                found[label] = _wider(known, single[label], oracle[label], base[label])
+    return found
+
+
+def _wider(known: Spread, single: torch.Tensor, oracle: torch.Tensor, base: torch.Tensor) -> Spread:
+    error, moved = ((a.double() - b.double()).abs().nan_to_num(nan=0.0) for a, b in ((single, oracle), (oracle, base)))
+    scale = abs(scale_of(single, oracle) - 1.0)
+    return Spread(torch.maximum(known.error, torch.maximum(error, moved)), max(known.scale, scale if math.isfinite(scale) else 0.0))
+
+
+def sensitivity(comparison: Comparison, group: int, device: str = CPU) -> dict[str, float]:
     """By tensor label, the largest relative change when parameters, inputs and cotangents are off by one rounding each.
 
     Correct parallel code makes errors of that size inside, where nobody can see them; a tensor that amplifies them cannot
@@ -25,15 +60,16 @@ def sensitivity(comparison: Comparison, group: int) -> dict[str, float]:
 
     Args:
         group: index of the TP group.
+        device: where the reference computes.
     """
     subject, case = comparison.subject, comparison.case
     base = dict(_tensors(comparison.reference.ranks[0]))
     rms = gradient_scale(comparison)
     worst = dict.fromkeys(base, 0.0)
     for repeat in range(REPEATS):
-        with values.shaken(repeat, 2 * unit_roundoff(subject.precision)):
+        with values.shaken(repeat, 2 * unit_roundoff(comparison.dtype)):
             try:
-                moved = dict(_tensors(run_reference(subject, case, group, False).run.ranks[0]))
+                moved = dict(_tensors(run_reference(subject, case, group, False, device).run.ranks[0]))
             except SubjectError:
                 continue  # the values as drawn do run; others are of no use then
         for label, tensor in base.items():

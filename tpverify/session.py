@@ -11,12 +11,13 @@ from typing import Any
 from tpverify.case import Case, without_call
 from tpverify.checks.catalogue import apply, selected
 from tpverify.checks.finding import Finding
+from tpverify.device import checked_device
 from tpverify.errors import CaseError, RankTimeout
-from tpverify.options import WORLDS
+from tpverify.options import CPU, DTYPES, WORLDS
 from tpverify.processes.world import process_world
 from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
-from tpverify.sensitivity import sensitivity
+from tpverify.sensitivity import sensitivity, spread
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation
@@ -40,20 +41,37 @@ class Session:
         checks: ids of the checks to apply; None = all.
         world: what executes ranks.
         timeout: seconds for one case.
+        device: where they and the reference compute.
+        measure: whether to keep the largest ratios of an error to its bound, which takes some time.
+
+    Attributes:
+        largest: if measured, by check and dtype of the case: the largest error of any tensor relative to its bound. Below 1 the
+            check holds; how far below, in correct code, and how far above, with a bug, is the margin of the check.
+        hasty: whether a failed case is taken as it is, not run once more to look into it: rounding may pass for a failure then.
     """
 
     def __init__(
-        self, subject: Subject, checks: Collection[str] | None = None, world: str = "simulator", timeout: float = CASE_TIMEOUT
+        self,
+        subject: Subject,
+        checks: Collection[str] | None = None,
+        world: str = "simulator",
+        timeout: float = CASE_TIMEOUT,
+        device: str = CPU,
+        measure: bool = False,
     ) -> None:
-        self.world = world_named(world)
+        self.world, self.device = world_named(world, device)
         self.subject = subject
         self.checks = selected(checks)
         self.timeout = timeout
         self.cases_run = 0
         self.world_sizes: dict[int, int] = {}
         self.applied: dict[str, int] = dict.fromkeys(self.checks, 0)
+        self.dtypes: dict[str, int] = {}
+        self.largest: dict[tuple[str, str], float] = {}
+        self._measure = measure
         self.rejected = 0
         self.timed_out = False
+        self.hasty = False
         self.last: tuple[Violation, ...] = ()
         self._known: dict[str, tuple[Violation, ...]] = {}
 
@@ -65,12 +83,17 @@ class Session:
         self.last = self._known[key]
         return self.last
 
+    def violations_of(self, key: Key) -> list[Violation]:
+        """What one failure came to in every case that showed it."""
+        return [violation for found in self._known.values() for violation in found if key_of(violation) == key]
+
     def result(self, violations: Sequence[Violation], seconds: float) -> Result:
         """What the executions so far came to."""
         return Result(
             subject=self.subject.name,
             cases_run=self.cases_run,
             world_sizes=dict(sorted(self.world_sizes.items())),
+            dtypes=dict(sorted(self.dtypes.items(), key=lambda item: DTYPES.index(item[0]))),
             checks=dict(self.applied),
             rejected=self.rejected,
             violations=tuple(violations),
@@ -78,18 +101,23 @@ class Session:
         )
 
     def _execute(self, case: Case) -> tuple[Violation, ...]:
-        found, applied = self._compare(case, traced=False)
-        if any(name in NUMERIC for name, _ in found):
+        largest: dict[str, float] | None = {} if self._measure else None
+        found, applied = self._compare(case, traced=False, largest=largest)
+        if not self.hasty and any(name in NUMERIC for name, _ in found):
             # Once more, into every module and with the case's own sensitivity: both are worth their time now.
-            found, applied = self._compare(case, traced=True)
+            largest = {} if self._measure else None
+            found, applied = self._compare(case, traced=True, largest=largest)
+        for name, ratio in (largest or {}).items():
+            self.largest[name, case.dtype] = max(ratio, self.largest.get((name, case.dtype), 0.0))
         self.cases_run += 1
+        self.dtypes[case.dtype] = self.dtypes.get(case.dtype, 0) + 1
         self.world_sizes[case.world_size] = self.world_sizes.get(case.world_size, 0) + 1
         for name in applied:
             self.applied[name] += 1
         self.rejected += "rejection" in applied and not found
         return tuple(violation(self.subject, case, name, finding) for name, finding in found)
 
-    def _compare(self, case: Case, *, traced: bool) -> tuple[dict[tuple[str, Finding], None], set[str]]:
+    def _compare(self, case: Case, *, traced: bool, largest: dict[str, float] | None) -> tuple[dict[tuple[str, Finding], None], set[str]]:
         """All findings, in the checks' order, and the checks that had something to look at."""
         found: dict[tuple[str, Finding], None] = {}
         applied: set[str] = set()
@@ -101,12 +129,15 @@ class Session:
             schedule=case.seed or None,
             reduction_order=REDUCTION_ORDERS[case.seed % len(REDUCTION_ORDERS)],
             world=self.world,
+            device=self.device,
         )
         for group, comparison in enumerate(comparisons):
-            if traced and comparison.reference.ranks:
-                comparison.reference.sensitivity = sensitivity(comparison, group)
+            if traced and comparison.reference.oracle is not None:
+                comparison.reference.spread = spread(comparison, group, self.device)
+            elif traced and comparison.reference.ranks:
+                comparison.reference.sensitivity = sensitivity(comparison, group, self.device)
             self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
-            for name, findings in apply(self.checks, comparison).items():
+            for name, findings in apply(self.checks, comparison, largest).items():
                 if findings is not None:
                     applied.add(name)
                 for finding in findings or ():
@@ -114,15 +145,16 @@ class Session:
         return found, applied
 
 
-def world_named(name: str) -> World | None:
-    """What executes ranks; None = the simulator, which the runner has built in.
+def world_named(name: str, device: str = CPU) -> tuple[World | None, str]:
+    """What executes ranks (None = the simulator, which the runner has built in), and the device on which it does.
 
     Raises:
-        CaseError: there is no such world, or not on this machine.
+        CaseError: there is no such world or device, or not on this machine.
     """
     if name not in WORLDS:
         raise CaseError(f"Expected one of {', '.join(WORLDS)} but got world={name!r}")
-    return None if name == WORLDS[0] else process_world(name)
+    device = checked_device(device, name)
+    return None if name == WORLDS[0] else process_world(name, device), device
 
 
 def _within(finding: Finding, members: Sequence[int]) -> Finding:
@@ -156,9 +188,9 @@ def key_of(violation: Violation) -> Key:
     """What tells this failure apart from others."""
     if violation.check != "execution":
         return violation.check, without_call(violation.tensor)
-    # What was raised, without its numbers: another exception is another failure.
+    # What was raised, without its numbers and addresses: another exception is another failure.
     lines = [line for line in violation.message.splitlines() if not line.startswith(GROUP)]
-    return violation.check, re.sub(r"\d+", "#", lines[-1])
+    return violation.check, re.sub(r"0x[0-9a-f]+|\d+", "#", lines[-1])
 
 
 def size_of(case: Case) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from hypothesis.errors import HypothesisException, InvalidArgument
 from tpverify.case import Case
 from tpverify.description import check_description
 from tpverify.errors import CaseError, SubjectError
+from tpverify.options import DTYPES, checked_dtypes
 from tpverify.subjects.subject import Subject
 
 DEFAULT_WORLD_SIZES = (1, 2, 3, 4)
@@ -35,9 +36,13 @@ def layouts() -> st.SearchStrategy[str]:
     return st.sampled_from(("contiguous", "contiguous", "contiguous", "transposed", "sliced", "expanded"))
 
 
-def groups(subject: Subject) -> st.SearchStrategy[str]:
-    """Whether the TP group is the world or one of two that share it; one TP group in most draws, since two cost twice."""
-    if not subject.subgroups:
+def groups(subject: Subject, room: bool = True) -> st.SearchStrategy[str]:
+    """Whether the TP group is the world or one of two that share it; one TP group in most draws, since two cost twice.
+
+    Args:
+        room: whether there are ranks enough for two.
+    """
+    if not (subject.subgroups and room):
         return st.just("world")
     return st.sampled_from(("world", "world", "world", "world", "world", "world", "blocks", "strided"))
 
@@ -45,6 +50,19 @@ def groups(subject: Subject) -> st.SearchStrategy[str]:
 def calls() -> st.SearchStrategy[str]:
     """How often the module is called; once in most draws, since two calls cost twice."""
     return st.sampled_from(("once", "once", "once", "once", "twice", "interleaved"))
+
+
+def working_dtypes(subject: Subject, asked: Sequence[str]) -> tuple[str, ...]:
+    """Of the dtypes asked for, those that the subject can run in.
+
+    Raises:
+        CaseError: there is none, or one is unknown.
+    """
+    names = checked_dtypes(asked)
+    able = tuple(name for name in names if name in subject.dtypes)
+    if not able:
+        raise CaseError(f"Expected a dtype that {subject.name} can run in ({', '.join(subject.dtypes)}) but got dtypes={', '.join(names)}")
+    return able
 
 
 def tensor_values(subject: Subject, config: Any) -> st.SearchStrategy[str]:
@@ -77,17 +95,27 @@ def configs_of(subject: Subject, world_size: int) -> st.SearchStrategy[Any]:
     return strategy
 
 
-def cases(subject: Subject, allowed: Sequence[int] = DEFAULT_WORLD_SIZES) -> st.SearchStrategy[Case]:
+def cases(
+    subject: Subject,
+    allowed: Sequence[int] = DEFAULT_WORLD_SIZES,
+    most_ranks: int | None = None,
+    dtypes: Sequence[str] = DTYPES[:1],
+) -> st.SearchStrategy[Case]:
     """Cases of a subject; shrink to one call of one TP group of the smallest TP degree, the simplest config, contiguous tensors, seed 0.
 
+    Args:
+        allowed: TP degrees.
+        most_ranks: how many ranks there are for one TP group or two; None = any number.
+        dtypes: working dtypes, of which those are drawn that the subject can run in.
+
     Raises:
-        CaseError: ``allowed`` holds no world size, or something else.
+        CaseError: ``allowed`` holds no world size, or something else; or the subject runs in none of the dtypes.
     """
-    return _cases(subject, world_sizes(allowed))
+    return _cases(subject, world_sizes(allowed), most_ranks, working_dtypes(subject, dtypes))
 
 
 @st.composite
-def _cases(draw: st.DrawFn, subject: Subject, sizes: st.SearchStrategy[int]) -> Case:
+def _cases(draw: st.DrawFn, subject: Subject, sizes: st.SearchStrategy[int], most_ranks: int | None, dtypes: Sequence[str]) -> Case:
     world_size = draw(sizes)
     try:
         config = draw(configs_of(subject, world_size))
@@ -106,6 +134,7 @@ def _cases(draw: st.DrawFn, subject: Subject, sizes: st.SearchStrategy[int]) -> 
         seed=draw(seeds()),
         values=draw(tensor_values(subject, config)),
         layout=draw(layouts()),
-        groups=draw(groups(subject)),
+        groups=draw(groups(subject, room=most_ranks is None or 2 * world_size <= most_ranks)),
         calls=draw(calls()),
+        dtype=draw(st.sampled_from(dtypes)) if len(dtypes) > 1 else dtypes[0],
     )

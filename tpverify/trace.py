@@ -17,7 +17,11 @@ from tpverify.sharding import Layout, Replicate, Shard, unshard
 
 @contextlib.contextmanager
 def tracing(module: nn.Module, calls: dict[str, ModuleCall]) -> Iterator[None]:
-    """Within the block, the first call of every submodule is captured into ``calls``, by path, in order of the calls' starts."""
+    """Within the block, the first call of every submodule is captured into ``calls``, by path, in order of the calls' starts.
+
+    Gradients of what a submodule takes and returns follow when backward reaches them. Every submodule is given aliases of its
+    inputs, so that the gradient of an input is what this submodule alone contributes to it.
+    """
     handles = []
     for path, submodule in module.named_modules():
         if path:
@@ -31,29 +35,61 @@ def tracing(module: nn.Module, calls: dict[str, ModuleCall]) -> Iterator[None]:
 
 
 def _before(path: str, calls: dict[str, ModuleCall]) -> Any:
-    def hook(module: nn.Module, args: Any) -> None:
-        if path not in calls:
-            calls[path] = ModuleCall(_copied(args), None)
+    def hook(module: nn.Module, args: Any) -> Any:
+        if path in calls:
+            return None
+        aliases = tuple(_alias(arg) for arg in args)
+        tensors = _tensors(aliases)
+        calls[path] = ModuleCall(_copied(tensors), None, _gradients(tensors))
+        return aliases
 
     return hook
+
+
+def _alias(value: Any) -> Any:
+    """The same tensor to its user, a node of its own to autograd."""
+    plain = isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
+    return value.view_as(value) if plain and torch.is_grad_enabled() else value
 
 
 def _after(path: str, calls: dict[str, ModuleCall]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if path in calls and calls[path].outputs is None:
-            calls[path] = ModuleCall(calls[path].inputs, _copied(output))
+        call = calls.get(path)
+        if call is not None and call.outputs is None:
+            tensors = _tensors(output)
+            calls[path] = ModuleCall(call.inputs, _copied(tensors), call.input_gradients, _gradients(tensors))
 
     return hook
 
 
-def _copied(value: Any) -> tuple[torch.Tensor, ...] | None:
+def _tensors(value: Any) -> list[torch.Tensor] | None:
     """The tensors in a value; None where it holds something else."""
     if isinstance(value, (tuple, list)) and any(item is not None and not isinstance(item, torch.Tensor) for item in value):
         return None
     try:
-        return tuple(local_of(tensor).detach().clone() for tensor in named_tensors(value).values())
+        return list(named_tensors(value).values())
     except SubjectError:
         return None
+
+
+def _copied(tensors: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+    return None if tensors is None else tuple(local_of(tensor).detach().cpu().clone() for tensor in tensors)
+
+
+def _gradients(tensors: Sequence[torch.Tensor] | None) -> list[torch.Tensor | None]:
+    """One place for each tensor's gradient, filled when backward has added up all of its uses."""
+    gradients: list[torch.Tensor | None] = [None] * len(tensors or ())
+    for place, tensor in enumerate(tensors or ()):
+        if tensor.requires_grad:
+            tensor.register_hook(_keeping(gradients, place))  # type: ignore[no-untyped-call]
+    return gradients
+
+
+def _keeping(gradients: list[torch.Tensor | None], place: int) -> Any:
+    def hook(gradient: torch.Tensor) -> None:
+        gradients[place] = local_of(gradient).detach().cpu().clone()
+
+    return hook
 
 
 def guess_layout(logical: Sequence[int], local: Sequence[int], world_size: int) -> Layout | None:
@@ -78,7 +114,7 @@ def replay(module: nn.Module, reference: Mapping[str, ModuleCall], ranks: Sequen
         if inputs is None or call.inputs is None:
             continue
         with torch.no_grad(), contextlib.suppress(Exception):
-            outputs = _copied(submodules[path](*inputs))
+            outputs = _copied(_tensors(submodules[path](*(tensor.to(torch.get_default_device()) for tensor in inputs))))
             if outputs is not None:
                 replayed[path] = outputs
     return replayed

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 from tpverify.case import Case
+from tpverify.device import on_cpu
 from tpverify.subjects.subject import Input
 
 SPIKE = 1000.0
 """Beyond the logarithm of float64's largest number (709): exponentials overflow unless the global maximum is subtracted."""
+
+SOME_IGNORED, ALL_IGNORED = 0.25, 1.0
+"""Share of targets that a loss is told to ignore: a mean over none of them is where programs divide by zero."""
 
 LARGEST_PARAMETER, LARGEST_INPUT = 2, 3
 """Largest small integers: products of K terms stay exact in float64 up to K of about 10**15."""
@@ -62,14 +66,35 @@ def draw_cotangent(case: Case, group: int, label: str, shape: Sequence[int]) -> 
     For a scalar 1, as ``loss.backward()`` has it, or in half of the cases another number, as a scaled loss has it.
     """
     source = generator(case, group, "cotangent", label)
-    if not shape:
-        scaled = bool(torch.randint(0, 2, (), generator=source))
-        return _shaken(torch.rand((), generator=source, dtype=torch.float64) + 0.5 if scaled else torch.ones((), dtype=torch.float64))
-    if case.values == "integers":
-        drawn = _integers(shape, LARGEST_INPUT, source)
-    else:
-        drawn = torch.randn(*shape, generator=source, dtype=torch.float64)
-    return _shaken(_expandable(drawn) if case.layout == "expanded" else drawn)
+    with on_cpu():
+        if not shape:
+            scaled = bool(torch.randint(0, 2, (), generator=source))
+            return _shaken(torch.rand((), generator=source, dtype=torch.float64) + 0.5 if scaled else torch.ones((), dtype=torch.float64))
+        if case.values == "integers":
+            drawn = _integers(shape, LARGEST_INPUT, source)
+        else:
+            drawn = torch.randn(*shape, generator=source, dtype=torch.float64)
+        return _shaken(_expandable(drawn) if case.layout == "expanded" else drawn)
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values as numbers of ``dtype``, in float64; ids as they are."""
+    if dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype).double()
+
+
+@contextlib.contextmanager
+def magnitudes() -> Iterator[None]:
+    """Within the block only the magnitudes of integer values are drawn: results then bound every partial sum of the signed values."""
+    token = _magnitudes.set(True)
+    try:
+        yield
+    finally:
+        _magnitudes.reset(token)
+
+
+_magnitudes: ContextVar[bool] = ContextVar("magnitudes", default=False)
 
 
 @contextlib.contextmanager
@@ -112,7 +137,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 def _integers(shape: Sequence[int], largest: int, source: torch.Generator) -> torch.Tensor:
     magnitude = torch.randint(1, largest + 1, tuple(shape), generator=source)
     sign = torch.randint(0, 2, tuple(shape), generator=source) * 2 - 1
-    return (magnitude * sign).to(torch.float64)
+    return (magnitude if _magnitudes.get() else magnitude * sign).to(torch.float64)
 
 
 def _expandable(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +148,7 @@ def _add_spikes(logits: torch.Tensor, shards: Sequence[Sequence[int]], source: t
     """Make exponentials overflow or vanish: per row one huge value, always on one and the same shard, or a huge offset of all values."""
     owned = torch.tensor(_one_of(shards, source))
     position = owned[torch.randint(0, len(owned), logits.shape[:-1], generator=source)].unsqueeze(-1)
-    offset = torch.tensor([0.0, 0.0, SPIKE, -SPIKE])[torch.randint(0, 4, position.shape, generator=source)].to(logits.dtype)
+    offset = torch.tensor([0.0, 0.0, SPIKE, -SPIKE], dtype=logits.dtype)[torch.randint(0, 4, position.shape, generator=source)]
     logits.scatter_add_(-1, position, torch.where(offset == 0, SPIKE, 0.0).to(logits.dtype))
     logits += offset
 
@@ -139,7 +164,8 @@ def _ids(case: Case, spec: Input, source: torch.Generator, shards: Sequence[Sequ
         allowed = [_one_of(allowed, source)]
     drawn = torch.tensor(allowed)[torch.randint(0, len(allowed), spec.shape, generator=source)]
     if spec.ignore is not None:
-        drawn[torch.rand(spec.shape, generator=source) < 0.25] = spec.ignore
+        ignored = ALL_IGNORED if torch.rand((), generator=source) < 1 / 8 else SOME_IGNORED
+        drawn[torch.rand(spec.shape, generator=source, dtype=torch.float64) < ignored] = spec.ignore
     return drawn
 
 

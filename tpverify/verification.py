@@ -58,6 +58,8 @@ def verify(
     checks: Collection[str] | None = None,
     timeout: float = CASE_TIMEOUT,
     progress: Callable[[int, int], None] | None = None,
+    device: str = options.CPU,
+    dtypes: Sequence[str] = options.DTYPES[:1],
 ) -> Result:
     """Verify a subject over generated cases; a failed check is a violation in the result, never an exception.
 
@@ -71,41 +73,53 @@ def verify(
         checks: ids of the checks to apply; None = all.
         timeout: seconds for one case.
         progress: called with (cases done, cases to do).
+        device: where the reference and the ranks compute, ``cpu`` or ``cuda``; simulated ranks share one GPU.
+        dtypes: working dtypes to draw from: ``float64``, ``float32``, ``bfloat16``, ``float16``.
 
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
         CaseError: an argument is out of range.
+        NoDevice: there is no GPU for ``device`` or ``world``.
     """
     if isinstance(max_examples, bool) or not isinstance(max_examples, int) or max_examples < 0:
         raise CaseError(f"Expected max_examples to be at least 0 but got max_examples={max_examples!r}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
         raise CaseError(f"Expected seed to be None or an integer of at least 0 but got seed={seed!r}")
     started = time.monotonic()
-    session = Session(addressed(subject), checks, world, timeout)
-    explorer = Explorer(session, world_sizes, max_examples, 0 if seed is None else seed)
+    session = Session(addressed(subject), checks, world, timeout, device)
+    explorer = Explorer(session, world_sizes, max_examples, 0 if seed is None else seed, dtypes)
     shown = explorer.explore(progress) if max_examples else {}
     violations = explorer.shrink_all(shown)
     return session.result(violations, time.monotonic() - started)
 
 
-def run_case(subject: Subject, case: Case, timeout: float = CASE_TIMEOUT, world: str = options.WORLDS[0]) -> Comparison:
+def run_case(
+    subject: Subject, case: Case, timeout: float = CASE_TIMEOUT, world: str = options.WORLDS[0], device: str = options.CPU
+) -> Comparison:
     """Run one case both ways; of two TP groups, the first.
 
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
         CaseError: the world cannot run it.
     """
-    return run_both(subject, case, timeout, world=world_named(world))[0]
+    executor, where = world_named(world, device)
+    return run_both(subject, case, timeout, world=executor, device=where)[0]
 
 
-def check_case(subject: Subject, case: Case, world: str = "simulator", checks: Collection[str] | None = None) -> list[Violation]:
+def check_case(
+    subject: Subject,
+    case: Case,
+    world: str = options.WORLDS[0],
+    checks: Collection[str] | None = None,
+    device: str = options.CPU,
+) -> list[Violation]:
     """Run one case and return its violations.
 
     Raises:
         SubjectError: the subject contradicts itself or its reference raises.
         CaseError: an argument is out of range.
     """
-    return list(Session(addressed(subject), checks, world).run(case))
+    return list(Session(addressed(subject), checks, world, device=device).run(case))
 
 
 def typical_case(subject: Subject, world_size: int, seed: int = 0) -> Case:
@@ -149,17 +163,27 @@ def _total_size(config: Any) -> int:
 
 
 def property_test(
-    subject: Subject, *, world_sizes: Sequence[int] | None = None, checks: Collection[str] | None = None
+    subject: Subject,
+    *,
+    world_sizes: Sequence[int] | None = None,
+    checks: Collection[str] | None = None,
+    dtypes: Sequence[str] | None = None,
 ) -> Callable[[], None]:
     """A pytest test, run by Hypothesis under the active profile: for every case of the subject, all checks hold.
+
+    What executes the ranks, and where, is chosen by ``--tpverify-world`` and ``--tpverify-device``.
 
     Args:
         world_sizes: TP degrees to draw from; None = those of ``--tpverify-world-sizes``, or 1, 2, 3, 4, 5, 6 and 8.
         checks: ids of the checks to apply; None = all.
+        dtypes: working dtypes to draw from; None = those of ``--tpverify-dtypes``, or ``float64``.
     """
+    if dtypes is None:
+        dtypes = options.parse_dtypes(os.environ.get(options.DTYPES_VARIABLE, options.DTYPES[0]))
     chosen = os.environ.get(options.WORLD_SIZES_VARIABLE)
     allowed = world_sizes if world_sizes is not None else (options.parse_world_sizes(chosen) if chosen else ALL_WORLD_SIZES)
-    session = Session(addressed(subject), checks, os.environ.get(options.WORLD_VARIABLE, options.WORLDS[0]))
+    world = os.environ.get(options.WORLD_VARIABLE, options.WORLDS[0])
+    session = Session(addressed(subject), checks, world, device=os.environ.get(options.DEVICE_VARIABLE, options.CPU))
 
     def holds(case: Case) -> None:
         __tracebackhide__ = True
@@ -170,7 +194,7 @@ def property_test(
     # The first operation of a process takes seconds, so no deadline fits; the report explains, so Hypothesis need not trace lines.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
     unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
-    driven = unhurried(given(cases(session.subject, allowed))(holds))
+    driven = unhurried(given(cases(session.subject, allowed, dtypes=dtypes))(holds))
 
     def test() -> None:
         __tracebackhide__ = True

@@ -18,6 +18,17 @@ WorldRun = tuple[Ledger, Sequence[RankRun | None], SimulationError | None]
 class World(Protocol):
     """Executes the ranks of one case, all of them and each by itself."""
 
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks there may be."""
+
+    def check_ranks(self, count: int) -> None:
+        """See that there may be so many ranks.
+
+        Raises:
+            CaseError: there may not; the message says why.
+        """
+
     def run(self, subject: Subject, case: Case, *, traced: bool, timeout: float) -> WorldRun:
         """Run the parallel side of a case.
 

@@ -167,7 +167,7 @@ def test_equal_seeds_give_equal_bytes_and_one_document() -> None:
     assert set(document) == {"schema_version", "passed", "seed", "subjects", "errors"}
     assert document["seed"] == 7
     for subject in document["subjects"]:
-        assert set(subject) == {"name", "passed", "cases_run", "world_sizes", "checks", "rejected", "violations"}
+        assert set(subject) == {"name", "passed", "cases_run", "world_sizes", "dtypes", "checks", "rejected", "violations"}
     for violation in document["subjects"][1]["violations"]:
         keys = {"check", "subject", "world_size", "ranks", "tensor", "message", "diagnosis", "case", "replay"}
         assert set(violation) == keys

@@ -159,7 +159,7 @@ def test_zero_examples_have_not_passed() -> None:
     ids=["raises on one rank", "loops on one rank", "exits", "recurses", "finalize raises", "writes into a leaf"],
 )
 def test_a_parallel_module_that_does_not_finish_violates_execution(subject: tpv.Subject, ranks: tuple[int, ...] | None, says: str) -> None:
-    result = verified(subject, timeout=0.5)
+    result = verified(subject, timeout=2.0)
     assert {violation.check for violation in result.violations} == {"execution"}
     assert says in result.violations[0].message
     assert ranks is None or result.violations[0].ranks == ranks

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tpverify.checks.communication import buffers, communication
+from tpverify.checks.contribution import contribution
 from tpverify.checks.equivalence import forward, input_gradient, parameter_gradient
 from tpverify.checks.execution import execution, rejection
 from tpverify.checks.finding import Check, Finding
+from tpverify.checks.margin import measuring
 from tpverify.checks.replication import replication
 from tpverify.checks.tied import tied
 from tpverify.checks.vocabulary import vocabulary
@@ -25,6 +27,7 @@ CHECKS: dict[str, Check] = {
     "buffers": buffers,
     "vocabulary": vocabulary,
     "tied": tied,
+    "contribution": contribution,
 }
 
 
@@ -49,6 +52,19 @@ def selected(names: Collection[str] | None) -> dict[str, Check]:
     return {name: check for name, check in CHECKS.items() if name in names}
 
 
-def apply(checks: dict[str, Check], comparison: Comparison) -> dict[str, list[Finding] | None]:
-    """Every check's findings; None where it had nothing to look at."""
-    return {name: check(comparison) for name, check in checks.items()}
+def apply(checks: dict[str, Check], comparison: Comparison, largest: dict[str, float] | None = None) -> dict[str, list[Finding] | None]:
+    """Every check's findings; None where it had nothing to look at.
+
+    Args:
+        largest: by check, raised to the largest error of any tensor relative to its bound; None = nobody asks.
+    """
+    if largest is None:
+        return {name: check(comparison) for name, check in checks.items()}
+    findings = {}
+    for name, check in checks.items():
+        ratios: list[float] = []
+        with measuring(ratios):
+            findings[name] = check(comparison)
+        if ratios:
+            largest[name] = max(largest.get(name, 0.0), *ratios)
+    return findings

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from tpverify.checks.finding import Finding
+from tpverify.checks.summands import foreign_group
 from tpverify.errors import CollectiveMismatch, Deadlock
 from tpverify.ledger.ledger import HAZARDS, Ledger
 from tpverify.ledger.matching import located
@@ -30,7 +31,9 @@ def communication(comparison: Comparison) -> list[Finding] | None:
     declared = None if communication is None else communication(comparison.case.config, comparison.case.world_size)
     if declared is None:
         return findings if len(run.ledger) or findings else None
-    return findings + _differences(comparison, [_in_all_calls(comparison, collective) for collective in declared if collective.count])
+    findings += _differences(comparison, [_in_all_calls(comparison, collective) for collective in declared if collective.count])
+    strayed = [line for phase in COMPARED_PHASES if (line := foreign_group(comparison, phase))]
+    return [replace(finding, diagnosis=strayed[0]) for finding in findings] if strayed else findings
 
 
 def _in_all_calls(comparison: Comparison, collective: Collective) -> Collective:
@@ -126,7 +129,7 @@ def _why(comparison: Comparison, hazard: str) -> str:
 
 
 def buffers(comparison: Comparison) -> list[Finding] | None:
-    """Inputs are left as they were, and no collective is used in a way that a real backend does not survive."""
+    """Inputs and outputs are left as they were, and no collective is used in a way that a real backend does not survive."""
     run = comparison.parallel
     if run.error is not None or not comparison.reference.ranks:
         return None
@@ -140,5 +143,9 @@ def buffers(comparison: Comparison) -> list[Finding] | None:
         for name in part.changed_inputs:
             if name not in comparison.reference.ranks[0].changed_inputs:
                 text = f"Expected the module to leave its input {name} as it was but it wrote to it, which the reference does not"
+                by_message.setdefault(text, set()).add(rank)
+        for name in part.changed_outputs:
+            if name not in comparison.reference.ranks[0].changed_outputs:
+                text = f"Expected {name} to keep the value that forward returned but it changed before its backward was done"
                 by_message.setdefault(text, set()).add(rank)
     return [Finding(tuple(sorted(ranks)), "", text) for text, ranks in by_message.items()]

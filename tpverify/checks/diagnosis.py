@@ -6,11 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
+from tpverify.checks.rearranged import rearranged, same
 from tpverify.run import Placed
-from tpverify.sharding import Layout, Replicate, shard, sharded_dim
-from tpverify.tolerance import compare
+from tpverify.sharding import Layout, Replicate, shard
 
 SIMPLE_FACTORS = (0.5, 2.0, -1.0)
+
+DETACHED = "a detached branch fits this"
+"""Said of a gradient that is not there although the reference has one."""
 
 
 def diagnose(
@@ -41,26 +44,44 @@ def diagnose(
     fit = max(bound, 1e-12)
     where = "backward" if label.endswith(".grad") else "forward"
     return (
-        _sum_over_ranks(layout, expected, locals_, where, fit)
+        _unwritten(wanted, locals_)
+        or _sum_over_ranks(layout, expected, locals_, where, fit)
         or _factor(wanted, locals_, world_size, where, fit)
-        or _exchanged(layout, wanted, locals_, fit)
-        or _reversed(layout, wanted, locals_, fit)
+        or _nothing(wanted, locals_, where, fit)
+        or rearranged(layout, wanted, locals_, fit)
         or _addend(wanted, locals_, addends or {}, world_size, fit)
         or _constant_factor(expected, wanted, locals_, fit)
     )
 
 
-def _same(actual: torch.Tensor, expected: torch.Tensor, fit: float) -> bool:
-    return actual.shape == expected.shape and compare(actual, expected, bound=fit) is None
+def _unwritten(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor]) -> str:
+    """What is no number although it should be: a buffer that a collective has not filled yet is given NaN."""
+    ranks = [rank for rank in wanted if bool((locals_[rank].isnan() & wanted[rank].isfinite()).any())]
+    return (
+        f"NaN on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: stale or never written data fits this" if ranks else ""
+    )
+
+
+def _nothing(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], where: str, fit: float) -> str:
+    """Zero here and there, and right elsewhere."""
+    empty = {rank: (locals_[rank] == 0) & (wanted[rank] != 0) for rank in wanted}
+    count = sum(int(mask.sum()) for mask in empty.values())
+    if not count or not all(same(torch.where(empty[rank], wanted[rank], locals_[rank]), wanted[rank], fit) for rank in wanted):
+        return ""
+    total = sum(mask.numel() for mask in empty.values())
+    meaning = DETACHED if where == "backward" else "parts that were masked or never written fit this"
+    return f"zero at {count} of {total} elements and right elsewhere: {meaning}"
 
 
 def _sum_over_ranks(layout: Layout, expected: torch.Tensor, locals_: dict[int, torch.Tensor], where: str, fit: float) -> str:
     """Replicas that are still summands, or were averaged."""
     if not isinstance(layout, Replicate) or len(locals_) < 2:
         return ""
+    if all(torch.equal(local, locals_[0]) for local in locals_.values()):
+        return ""  # replicas, so whatever sums or averages has been there
     total = torch.stack(list(locals_.values())).sum(0)
     names = " + ".join(f"rank {rank}" for rank in locals_)
-    if _same(total, expected, fit):
+    if same(total, expected, fit):
         return f"{names} equals the expected value: a missing all_reduce(SUM) in {where} fits this"
     return ""
 
@@ -72,16 +93,16 @@ def _factor(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], w
     if not bool(a.isfinite().all()) or not bool(e.isfinite().all()) or float(e.norm()) == 0.0:
         return ""
     if not bool(a.any()):
-        return "all ranks hold zeros"
+        return f"all ranks hold zeros: {DETACHED}" if where == "backward" else "all ranks hold zeros"
     telling = {float(world_size): "the world size", 1.0 / world_size: "1 / world size", float(world_size - 1): "world size - 1"}
     for number, name in telling.items():
-        if number not in (0.0, 1.0) and _same(a, number * e, fit):
+        if number not in (0.0, 1.0) and same(a, number * e, fit):
             meaning = (
                 "one reduction too many" if number == world_size else "one division too many" if number < 1 else "the own rank left out"
             )
             return f"every rank holds {number:g} times the expected value ({name}): {meaning} in {where} fits this"
     for number in SIMPLE_FACTORS:
-        if _same(a, number * e, fit):
+        if same(a, number * e, fit):
             return f"every rank holds {number:g} times the expected value"
     return ""
 
@@ -93,33 +114,7 @@ def _constant_factor(expected: torch.Tensor, wanted: dict[int, torch.Tensor], lo
     if expected.numel() < 3 or not bool(a.isfinite().all()) or not float(e.norm()):
         return ""
     factor = float(a @ e / (e @ e))
-    return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this" if _same(a, factor * e, fit) else ""
-
-
-def _exchanged(layout: Layout, wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], fit: float) -> str:
-    """Every rank holds some rank's right part, but not its own."""
-    if isinstance(layout, Replicate) or sharded_dim(layout) is None:
-        return ""
-    held = {}
-    for rank, local in locals_.items():
-        holders = [other for other in wanted if _same(local, wanted[other], fit)]
-        if not holders:
-            return ""
-        held[rank] = rank if rank in holders else holders[0]
-    moved = [f"rank {rank} holds the part of rank {other}" for rank, other in held.items() if rank != other]
-    return f"{', '.join(moved)}: parts taken in the wrong order fit this" if moved else ""
-
-
-def _reversed(layout: Layout, wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], fit: float) -> str:
-    """The right values in another order along one dimension."""
-    if isinstance(layout, Replicate) and len(locals_) > 1:
-        local, whole = locals_[0], wanted[0]
-        for dim in range(whole.dim()):
-            size = whole.shape[dim]
-            parts = whole.chunk(len(locals_), dim)
-            if size > 1 and len(parts) > 1 and _same(local, torch.cat(list(reversed(parts)), dim), fit):
-                return f"the parts of the ranks stand in reverse order along dimension {dim}: a gather in the wrong order fits this"
-    return ""
+    return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this" if same(a, factor * e, fit) else ""
 
 
 def _addend(
@@ -127,11 +122,26 @@ def _addend(
 ) -> str:
     """A bias (or other vector) that every row holds once too often, or not at all."""
     for name, addend in addends.items():
-        if any(tensor.shape[-1:] != addend.shape for tensor in wanted.values()):
+        if any(addend.shape not in (tensor.shape, tensor.shape[-1:]) for tensor in wanted.values()):
             continue
         for times in (world_size - 1, -1, 1):
-            if times and all(_same(locals_[rank], wanted[rank] + times * addend, fit) for rank in wanted):
+            if times and all(same(locals_[rank], wanted[rank] + times * addend, fit) for rank in wanted):
                 if times == world_size - 1:
                     return f"every row holds {name} {world_size} times instead of once: added on every rank before a reduction fits this"
                 return f"every row holds {name} {'once too often' if times > 0 else 'once too little'}: that fits exactly"
+    return ""
+
+
+def narrower(actual: Mapping[int, Placed], expected: torch.Tensor, dtype: torch.dtype) -> str:
+    """Whether every number is one of a narrower dtype's: a sum that was made, or sent, in it and cast back.
+
+    Args:
+        expected: the logical tensor; tensors of a few numbers are nobody's in particular.
+        dtype: the working dtype.
+    """
+    held = [placed.local.to(dtype) for placed in actual.values() if placed.local is not None]
+    for other in (torch.bfloat16, torch.float16, torch.float32):
+        narrow = torch.finfo(other).eps > torch.finfo(dtype).eps and all(torch.equal(t, t.to(other).to(dtype)) for t in held)
+        if held and narrow and not torch.equal(expected, expected.to(other).to(expected.dtype)):
+            return f"every number is one of {other}: its rounding fits this"
     return ""

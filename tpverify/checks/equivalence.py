@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpverify.checks.finding import Finding, compare_placed, gradient_scale, is_finite, parts_of, started_backward
-from tpverify.checks.inside import modules_at_fault
+from tpverify.checks.inside import modules_at_fault, modules_at_fault_in_backward
 from tpverify.run import Comparison, Placed
 
 
@@ -39,6 +39,8 @@ def input_gradient(comparison: Comparison) -> list[Finding] | None:
     for name, placed in expected.items():
         actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].input_gradients, name)
         findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
+    if findings:
+        return findings + modules_at_fault_in_backward(comparison)
     return findings if expected else None
 
 
@@ -54,6 +56,8 @@ def parameter_gradient(comparison: Comparison) -> list[Finding] | None:
         if name not in aliases:
             actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
             findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
+    if findings and not input_gradient(comparison):  # which names the modules otherwise
+        return findings + modules_at_fault_in_backward(comparison)
     return findings if expected else None
 
 

@@ -32,7 +32,7 @@ def execution(comparison: Comparison) -> list[Finding] | None:
     # not str(): an exception's own __str__ may raise
     said = "".join(traceback.format_exception_only(error.exception)) if isinstance(error, RankError) else ""
     if "dtype" in said:
-        diagnosis = f"modules are built and run in {comparison.subject.precision}: the subject's precision changes that"
+        diagnosis = f"modules are built and run in {comparison.dtype}: the subject's precision changes that"
     if any(text in said for text in _SAVED):
         diagnosis = (
             "a collective in place over a tensor that autograd saved fits this: real backends compute wrong gradients without a word"

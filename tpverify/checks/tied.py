@@ -77,6 +77,6 @@ def _diagnose(comparison: Comparison, label: str, uses: dict[str, torch.Tensor],
     candidates |= {f"the gradient of its use as {use} is counted twice": total + gradient for use, gradient in uses.items()}
     candidates |= {"the gradient is halved": total / 2, "the gradient is doubled": total * 2}
     for text, candidate in candidates.items():
-        if not compare_placed(comparison, label, candidate, actual, rms):
+        if not compare_placed(comparison, label, candidate, actual, rms, candidate.double()):
             return f"{text}: that fits exactly"
     return ""

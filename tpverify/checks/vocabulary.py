@@ -161,7 +161,7 @@ def _depends_on_id(comparison: Comparison, ids: torch.Tensor, ignore: int | None
     if local is None or local.shape != wanted.shape or wanted.shape[: ids.dim()] != ids.shape or not wanted.numel():
         return ""
     rows = (ids.numel(), max(1, wanted.numel() // ids.numel()))
-    bad = row_errors(local.reshape(rows), wanted.reshape(rows)) > max(bound_of(comparison), 0.0)
+    bad = row_errors(local.reshape(rows), wanted.reshape(rows)) > bound_of(comparison)
     flat = ids.reshape(-1)
     counted = torch.ones_like(flat, dtype=torch.bool) if ignore is None else flat != ignore
     wrong, right = set(flat[bad & counted].tolist()), set(flat[~bad & counted].tolist())

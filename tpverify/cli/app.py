@@ -11,13 +11,14 @@ import click
 
 from tpverify.cli.exit_codes import ExitCode
 from tpverify.cli.params import is_verbose
-from tpverify.errors import CaseError, SubjectError
+from tpverify.errors import CaseError, NoDevice, SubjectError
 from tpverify.options import did_you_mean
 
 COMMANDS = {
     "verify": "tpverify.cli.verify",
     "replay": "tpverify.cli.replay",
     "ledger": "tpverify.cli.ledger",
+    "mutants": "tpverify.cli.mutants",
     "list": "tpverify.cli.listing",
 }
 """Command -> module that holds it as ``command``."""
@@ -56,6 +57,9 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             error("interrupted")
             ctx.exit(ExitCode.INTERRUPTED)
+        except NoDevice as problem:
+            error(str(problem))
+            ctx.exit(ExitCode.NOTHING_CHECKED)
         except (SubjectError, CaseError) as problem:
             error(str(problem))
             ctx.exit(ExitCode.USAGE)

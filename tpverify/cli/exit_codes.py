@@ -29,7 +29,12 @@ PRIORITY = (
 )
 """Of several subjects' codes, the first in this order is the process's."""
 
-FAILURES = {"usage": ExitCode.USAGE, "internal": ExitCode.INTERNAL, "interrupted": ExitCode.INTERRUPTED}
+FAILURES = {
+    "usage": ExitCode.USAGE,
+    "internal": ExitCode.INTERNAL,
+    "interrupted": ExitCode.INTERRUPTED,
+    "unavailable": ExitCode.NOTHING_CHECKED,
+}
 
 
 def worst(codes: Iterable[ExitCode]) -> ExitCode:

@@ -1,4 +1,4 @@
-"""``tpverify list``: what there is to verify, and what is checked."""
+"""``tpverify list``: what there is to verify, what is checked, and what the checks are tried on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tpverify.cli.params import verbose_option
+from tpverify.cli.params import is_verbose, verbose_option
 
 
 @click.command("list")
 @verbose_option
 def command() -> None:
-    """List the built-in subjects and the checks."""
+    """List the built-in subjects, the checks, and the mutants by kind; -v lists every mutant and control."""
     from tpverify.report.text import PLAIN_WIDTH
     from tpverify.verification import builtin_subjects, describe_checks
 
@@ -27,7 +27,33 @@ def command() -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    console.print(subjects, checks)
+    console.print(subjects, checks, *(_every_mutant() if is_verbose() else [_kinds()]))
+
+
+def _kinds() -> Table:
+    from tpverify.mutants.catalogue import catalogue
+
+    kinds: dict[str, list[str]] = {}
+    for mutant in catalogue().values():
+        kinds.setdefault(mutant.kind, []).append(mutant.check)
+    table = Table("kind", "mutants", "must be killed by", box=box.SIMPLE, pad_edge=False)
+    for kind, killers in kinds.items():
+        table.add_row(kind, str(len(killers)), ", ".join(sorted(set(killers))))
+    return table
+
+
+def _every_mutant() -> tuple[Table, Table]:
+    from tpverify.mutants.catalogue import catalogue
+    from tpverify.mutants.controls import controls
+
+    mutants = Table("mutant", "kind", "subject", "must be killed by", "story", box=box.SIMPLE, pad_edge=False)
+    for mutant in catalogue().values():
+        killer = "none: equivalent" if mutant.equivalent else mutant.check
+        mutants.add_row(mutant.id, mutant.kind, mutant.base, killer, mutant.story)
+    unflagged = Table("control", "looks like", "but is right because", box=box.SIMPLE, pad_edge=False)
+    for control in controls().values():
+        unflagged.add_row(control.id, control.looks_like, control.because)
+    return mutants, unflagged
 
 
 def _mark(value: object) -> str:

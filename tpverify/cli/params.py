@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from tpverify.errors import CaseError
-from tpverify.options import WORLDS
+from tpverify.options import CPU, DEVICES, DTYPES, WORLDS, parse_dtypes
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -30,6 +30,19 @@ def reads(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter
 def world_option(function: F) -> F:
     """``--world``: what executes the ranks."""
     option = click.option("--world", type=click.Choice(WORLDS), default=WORLDS[0], show_default=True, help="What executes the ranks.")
+    return option(function)
+
+
+def device_option(function: F) -> F:
+    """``--device``: where the ranks compute."""
+    text = "Where ranks and reference compute; simulated ranks share one GPU. NCCL implies cuda."
+    return click.option("--device", type=click.Choice(DEVICES), default=CPU, show_default=True, help=text)(function)
+
+
+def dtypes_option(function: F) -> F:
+    """``--dtypes``: working dtypes to draw from."""
+    text = f"Working dtypes to draw from: {', '.join(DTYPES)}."
+    option = click.option("--dtypes", default=DTYPES[0], callback=reads(parse_dtypes), show_default=True, metavar="NAME,...", help=text)
     return option(function)
 
 

@@ -6,15 +6,16 @@ import click
 from rich.console import Console
 
 from tpverify.cli.exit_codes import ExitCode
-from tpverify.cli.params import is_verbose, verbose_option, world_option
+from tpverify.cli.params import device_option, is_verbose, verbose_option, world_option
 from tpverify.cli.quiet import hush_torch
 
 
 @click.command("replay", short_help="Run one case again, from its text.")
 @click.argument("case_text", metavar="CASE")
 @world_option
+@device_option
 @verbose_option
-def command(case_text: str, world: str) -> None:
+def command(case_text: str, world: str, device: str) -> None:
     """Run one case again: the text of a case, as a failure report shows it.
 
     Prints each violation, and the collectives that the case issued.
@@ -27,12 +28,12 @@ def command(case_text: str, world: str) -> None:
     if not is_verbose():
         hush_torch()
     subject, case = verification.read_case(case_text)
-    violations = verification.check_case(subject, case, world=world)
+    violations = verification.check_case(subject, case, world=world, device=device)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     for violation in violations:
         console.print(failure_report(violation) + "\n")
-    console.print(ledger_table(verification.run_case(subject, case, world=world).parallel.ledger))
+    console.print(ledger_table(verification.run_case(subject, case, world=world, device=device).parallel.ledger))
     console.print(f"{case!r}: {len(violations)} violation{'s' * (len(violations) != 1)}")
     click.get_current_context().exit(ExitCode.VIOLATED if violations else ExitCode.HELD)

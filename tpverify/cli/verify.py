@@ -12,10 +12,10 @@ from rich.console import Console
 
 from tpverify.cli.app import error, internal_error
 from tpverify.cli.exit_codes import exit_code
-from tpverify.cli.params import is_verbose, reads, seed_option, verbose_option, world_option
+from tpverify.cli.params import device_option, dtypes_option, is_verbose, reads, seed_option, verbose_option, world_option
 from tpverify.cli.progress import ProgressLog
 from tpverify.cli.quiet import hush_torch
-from tpverify.errors import CaseError, SubjectError
+from tpverify.errors import CaseError, NoDevice, SubjectError
 from tpverify.options import did_you_mean, parse_world_sizes
 from tpverify.report import NEED_LEDGERS, parse_report, write_report
 from tpverify.report.report import Report, SubjectFailure
@@ -30,6 +30,8 @@ class Options:
     """What :func:`tpverify.verify` is given for every subject."""
 
     world: str
+    device: str
+    dtypes: tuple[str, ...]
     world_sizes: tuple[int, ...]
     max_examples: int
     seed: int
@@ -39,6 +41,8 @@ class Options:
 @click.command("verify", short_help="Verify subjects; without a name, all built-in ones.")
 @click.argument("subjects", nargs=-1, metavar="[SUBJECT]...")
 @world_option
+@device_option
+@dtypes_option
 @click.option(
     "--world-sizes",
     default="1,2,3,4",
@@ -52,13 +56,20 @@ class Options:
 @click.option("--check", "checks", multiple=True, metavar="ID", help="Only this check (repeatable); see `tpverify list`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout instead of text.")
 @click.option(
-    "--report", "reports", callback=reads(parse_report), multiple=True, metavar="FORMAT=PATH", help="Also write text, json, html or trace."
+    "--report",
+    "reports",
+    callback=reads(parse_report),
+    multiple=True,
+    metavar="FORMAT=PATH",
+    help="Also write text, json, html, trace or flight-recorder (a file a rank, for torchfrtrace).",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @verbose_option
 def command(
     subjects: tuple[str, ...],
     world: str,
+    device: str,
+    dtypes: tuple[str, ...],
     world_sizes: tuple[int, ...],
     max_examples: int,
     seed: int,
@@ -74,7 +85,7 @@ def command(
     from tpverify.verification import builtin_subjects
 
     _known_checks(checks)
-    options = Options(world, world_sizes, max_examples, seed, checks or None)
+    options = Options(world, device, dtypes, world_sizes, max_examples, seed, checks or None)
     results, failures = _verify_all(subjects or tuple(builtin_subjects()), options, quiet)
     ledgers = _ledgers(results, options) if NEED_LEDGERS.intersection(name for name, _ in reports) else {}
     report = Report(tuple(results), seed, ledgers, tuple(failures))
@@ -91,6 +102,10 @@ def _verify_all(names: Sequence[str], options: Options, quiet: bool) -> tuple[li
         for name in names:
             try:
                 results.append(_verify_one(name, options, log))
+            except NoDevice as problem:
+                error(str(problem))
+                failures.append(SubjectFailure(name, "unavailable", str(problem)))
+                break
             except (SubjectError, CaseError) as problem:
                 error(f"{name}: {problem}")
                 failures.append(SubjectFailure(name, "usage", str(problem)))
@@ -111,6 +126,8 @@ def _verify_one(name: str, options: Options, log: ProgressLog) -> Result:
     result = verification.verify(
         verification.load_subject(name),
         world=options.world,
+        device=options.device,
+        dtypes=options.dtypes,
         world_sizes=options.world_sizes,
         max_examples=options.max_examples,
         seed=options.seed,
@@ -142,7 +159,7 @@ def _ledgers(results: list[Result], options: Options) -> dict[str, Ledger]:
         else:
             subject = verification.load_subject(result.subject)
             case = verification.typical_case(subject, max(options.world_sizes), options.seed)
-        ledgers[result.subject] = verification.run_case(subject, case, world=options.world).parallel.ledger
+        ledgers[result.subject] = verification.run_case(subject, case, world=options.world, device=options.device).parallel.ledger
     return ledgers
 
 

@@ -60,6 +60,11 @@ class Ledger:
         members = set(ranks)
         return Ledger(record for record in self.records if record.rank in members and members.issuperset(record.group_ranks))
 
+    def beyond(self, ranks: Iterable[int]) -> Ledger:
+        """What the given ranks issued on groups that hold others as well."""
+        members = set(ranks)
+        return Ledger(record for record in self.records if record.rank in members and not members.issuperset(record.group_ranks))
+
     def counts(self) -> dict[tuple[str, str, str], int]:
         """How often each (phase, module, kind) occurs on the lowest rank, in order of first issue."""
         lowest = self.ranks[0] if self.records else 0

@@ -20,8 +20,16 @@ WRITERS = {
 }
 """Format -> (module, function); the function takes a Report and returns the file's text."""
 
-NEED_LEDGERS = frozenset({"html", "trace"})
+FLIGHT_RECORDER = "flight-recorder"
+"""The one format of several files, one a rank: its path is what their names begin with."""
+
+FORMATS = (*WRITERS, FLIGHT_RECORDER)
+
+NEED_LEDGERS = frozenset({"html", "trace", FLIGHT_RECORDER})
 """Formats that show ledgers, so that whoever writes the report runs one case of each subject for them."""
+
+LEDGERS_ONLY = ("trace", FLIGHT_RECORDER)
+"""Formats that show nothing else."""
 
 
 def parse_report(text: str) -> tuple[str, Path]:
@@ -31,9 +39,9 @@ def parse_report(text: str) -> tuple[str, Path]:
         CaseError: there is no such format, no path, or no such folder.
     """
     name, separator, path = text.partition("=")
-    if name not in WRITERS:
-        hint = did_you_mean(name, WRITERS)
-        raise CaseError(f"Expected FORMAT=PATH with a format of {', '.join(WRITERS)} but got {text!r}{hint}")
+    if name not in FORMATS:
+        hint = did_you_mean(name, FORMATS)
+        raise CaseError(f"Expected FORMAT=PATH with a format of {', '.join(FORMATS)} but got {text!r}{hint}")
     if not separator or not path:
         raise CaseError(f"Expected FORMAT=PATH, as in {name}=report.{name}, but got {text!r}")
     if not Path(path).parent.is_dir() or Path(path).is_dir():
@@ -49,5 +57,10 @@ def format_report(name: str, report: Report) -> str:
 
 
 def write_report(name: str, path: Path, report: Report) -> None:
-    """Write the report in one format to a file, as UTF-8."""
+    """Write the report in one format to a file, as UTF-8; for Flight Recorder to a file a rank."""
+    if name == FLIGHT_RECORDER:
+        from tpverify.report.flight_recorder import write_flight_recorder
+
+        write_flight_recorder(path, report.ledgers)
+        return
     path.write_text(format_report(name, report), encoding="utf-8")

@@ -17,7 +17,8 @@ class SubjectFailure:
 
     Attributes:
         subject: its name, as the user gave it.
-        kind: ``usage`` (the subject or an option is wrong), ``internal`` (an unexpected exception) or ``interrupted``.
+        kind: ``usage`` (the subject or an option is wrong), ``internal`` (an unexpected exception), ``interrupted``, or
+            ``unavailable`` (the device that was asked for is not there).
         message: what happened.
     """
 
@@ -66,6 +67,7 @@ def result_from_dict(data: Mapping[str, Any]) -> Result:
         subject=data["name"],
         cases_run=data["cases_run"],
         world_sizes={int(size): count for size, count in data["world_sizes"].items()},
+        dtypes=dict(data.get("dtypes", {})),
         checks=dict(data["checks"]),
         rejected=data["rejected"],
         violations=tuple(Violation(**{**item, "ranks": tuple(item["ranks"])}) for item in data["violations"]),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
+from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpverify.options import DTYPES
 from tpverify.report.report import Report, verdict
 from tpverify.result import Result
 from tpverify.violation import failure_report
@@ -49,7 +52,7 @@ def closing_line(report: Report) -> str:
     """``2 subjects, 200 cases, 9 checks held, 0 violations``."""
     parts = [
         _plural(len(report.results), "subject"),
-        _plural(sum(result.cases_run for result in report.results), "case"),
+        _plural(sum(result.cases_run for result in report.results), "case") + _of_dtypes(report),
         f"{_plural(sum(checks_held(result) for result in report.results), 'check')} held",
         _plural(len(report.violations), "violation"),
     ]
@@ -61,12 +64,14 @@ def closing_line(report: Report) -> str:
 def _table(report: Report) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("subject", no_wrap=True)
-    for column in ("cases", "world sizes", "checks held", "rejected", "verdict", "seconds"):
-        table.add_column(column, justify="left" if column in ("world sizes", "verdict") else "right", no_wrap=True)
+    dtypes = ("dtypes",) if _several_dtypes(report) else ()
+    for column in ("cases", *dtypes, "world sizes", "checks held", "rejected", "verdict", "seconds"):
+        table.add_column(column, justify="left" if column in ("dtypes", "world sizes", "verdict") else "right", no_wrap=True)
     for result in report.results:
         table.add_row(
             Text(result.subject),
             str(result.cases_run),
+            *([_counted(result.dtypes)] if dtypes else []),
             ", ".join(map(str, sorted(result.world_sizes))),
             str(checks_held(result)),
             str(result.rejected),
@@ -76,9 +81,27 @@ def _table(report: Report) -> Table:
     return table
 
 
+def _several_dtypes(report: Report) -> bool:
+    """Whether anything ran in another dtype than the usual one, so that it is worth a word."""
+    return any(set(result.dtypes) - {DTYPES[0]} for result in report.results)
+
+
+def _counted(dtypes: Mapping[str, int]) -> str:
+    return ", ".join(f"{dtype} {dtypes[dtype]}" for dtype in DTYPES if dtype in dtypes)
+
+
 def _check_counts(result: Result) -> str:
     counts = ", ".join(f"{check} {count}" for check, count in sorted(result.checks.items()))
     return f"{result.subject}: {counts or 'no check'}"
+
+
+def _of_dtypes(report: Report) -> str:
+    if not _several_dtypes(report):
+        return ""
+    total: Counter[str] = Counter()
+    for result in report.results:
+        total.update(result.dtypes)
+    return f" ({_counted(total)})"
 
 
 def _plural(count: int, noun: str) -> str:

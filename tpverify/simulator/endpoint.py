@@ -273,7 +273,7 @@ class Endpoint:
         )
         if self._capture is not None and self._capture(record):
             with torch.no_grad(), PlainTensors():
-                record = replace(record, payload=tuple(t.detach().clone() for t in whole_inputs))
+                record = replace(record, payload=tuple(t.detach().to("cpu", copy=True) for t in whole_inputs))
         self._op_id += 1
         self._records.append(record)
         return len(self._records) - 1, record

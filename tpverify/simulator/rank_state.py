@@ -21,7 +21,9 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor._random as dtensor_random
 
+from tpverify.device import generators
 from tpverify.errors import CaseError
+from tpverify.options import CPU
 
 _NOT_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _CONTAINERS = (dict, list, set, bytearray, deque, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary, WeakSet)
@@ -58,7 +60,7 @@ class RankWorld(c10d._World):
 @dataclass
 class _State:
     world: c10d._World
-    torch_rng: torch.Tensor
+    torch_rng: list[torch.Tensor]
     python_rng: Any
     numpy_rng: Any
     default_dtype: torch.dtype
@@ -142,27 +144,29 @@ def _module(name: str) -> types.ModuleType:
 class RankState:
     """The rank-local state of a whole world.
 
-    Swapped: c10d's registry of groups, the CPU generators of torch, Python and (if imported) numpy, torch's default dtype,
-    the launcher's environment variables of a rank, and the global variables of DTensor's random module and of ``rank_local``
-    modules, with the class attributes and ``functools`` caches that these define. torch's generator starts from ``seed`` on
-    every rank, as in processes that nobody seeded; Python's and numpy's, which such processes take from the system, start
-    differently on each rank.
+    Swapped: c10d's registry of groups, the generators of torch (the GPU's too, if ranks compute there), Python and (if imported)
+    numpy, torch's default dtype, the launcher's environment variables of a rank, and the global variables of DTensor's random
+    module and of ``rank_local`` modules, with the class attributes and ``functools`` caches that these define. torch's
+    generators start from ``seed`` on every rank, as in processes that nobody seeded; Python's and numpy's, which such processes
+    take from the system, start differently on each rank.
 
     Args:
         world_size: number of ranks.
         seed: of torch's generator.
         rank_local: names of modules whose global variables, class attributes and caches belong to a rank.
+        device: where the ranks compute.
 
     Raises:
         CaseError: a module cannot be imported.
     """
 
-    def __init__(self, world_size: int, seed: int, rank_local: Sequence[str] = ()) -> None:
+    def __init__(self, world_size: int, seed: int, rank_local: Sequence[str] = (), device: str = CPU) -> None:
         modules = [_module(name) for name in rank_local]
         self._homes = {module.__name__ for module in modules}
         classes = [found for module in modules for found in _classes(module, module.__name__)]
         self._owners: list[_Owner] = list(dict.fromkeys((dtensor_random, *modules, *classes)))
         self._numpy = sys.modules.get("numpy")
+        self._generators = generators(device)
         self._outside = self._capture()
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         self._launcher = {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -172,7 +176,7 @@ class RankState:
         """Save what the rank has changed."""
         state = self._states[rank]
         state.world = c10d._world
-        state.torch_rng = torch.default_generator.get_state()
+        state.torch_rng = [generator.get_state() for generator in self._generators]
         state.python_rng = random.getstate()
         state.default_dtype = torch.get_default_dtype()
         for index, owner in enumerate(self._owners):
@@ -198,7 +202,7 @@ class RankState:
     def _capture(self) -> _State:
         return _State(
             world=c10d._world,
-            torch_rng=torch.default_generator.get_state(),
+            torch_rng=[generator.get_state() for generator in self._generators],
             python_rng=random.getstate(),
             numpy_rng=None if self._numpy is None else self._numpy.random.get_bit_generator(),
             default_dtype=torch.get_default_dtype(),
@@ -210,7 +214,7 @@ class RankState:
         copies = _Copies(self._homes)
         return _State(
             world=RankWorld(),
-            torch_rng=torch.Generator().manual_seed(seed).get_state(),
+            torch_rng=[torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._generators],
             python_rng=random.Random(f"{seed}/{rank}").getstate(),
             numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
             default_dtype=self._outside.default_dtype,
@@ -220,7 +224,8 @@ class RankState:
 
     def _restore(self, state: _State) -> None:
         c10d._world = state.world
-        torch.default_generator.set_state(state.torch_rng)
+        for generator, torch_state in zip(self._generators, state.torch_rng, strict=True):
+            generator.set_state(torch_state)
         random.setstate(state.python_rng)
         if self._numpy is not None:
             self._numpy.random.set_bit_generator(state.numpy_rng)

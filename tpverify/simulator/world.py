@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_map_only
 from tpverify.errors import CaseError, SimulationError
 from tpverify.ledger.ledger import Ledger
 from tpverify.ledger.record import Record
+from tpverify.options import CPU
 from tpverify.simulator.c10d_hooks import Rendezvous, current_endpoint, simulated_c10d
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.simulator.endpoint import Capture, Endpoint
-from tpverify.simulator.exchange import Exchange
+from tpverify.simulator.exchange import Exchange, Perturb
 from tpverify.simulator.rank_state import RankState
 from tpverify.simulator.recorder import Recorder, hooks, recording
 from tpverify.simulator.scheduler import Scheduler
@@ -119,8 +120,15 @@ def run_world(
     reduction_order: str = "rank",
     schedule: int | None = None,
     capture: Capture | None = None,
+    perturb: Perturb | None = None,
+    device: str = CPU,
 ) -> tuple[Ledger, list[Any], SimulationError | None]:
-    """:func:`simulate`, but a failure is returned, with the ledger up to it."""
+    """:func:`simulate`, but a failure is returned, with the ledger up to it.
+
+    Args:
+        perturb: see :class:`tpverify.simulator.exchange.Exchange`.
+        device: where the ranks compute; its random generator then is a rank's own too.
+    """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise CaseError(f"Expected a world size of at least 1 but got world_size={world_size!r}")
     if reduction_order not in REDUCTION_ORDERS:
@@ -131,12 +139,12 @@ def run_world(
     records: list[Record] = []
     failure: SimulationError | None = None
     with process_state(), contextlib.ExitStack() as stack:
-        state = RankState(world_size, seed, rank_local)
+        state = RankState(world_size, seed, rank_local, device)
         stack.enter_context(state.outside())
         stack.enter_context(simulated_c10d())
         stack.enter_context(hooks())
         scheduler = Scheduler(world_size, state, schedule)
-        exchange = Exchange(scheduler, reduction_order)
+        exchange = Exchange(scheduler, reduction_order, perturb)
         endpoints = [Endpoint(rank, scheduler, exchange, Recorder(), records, capture) for rank in range(world_size)]
         rendezvous = Rendezvous(SharedKeys(scheduler), world_size)
         try:
