@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -17,3 +19,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 # Tensors are tiny: more threads only compete with pytest-xdist's processes.
 torch.set_num_threads(1)
+
+# A shell has its background jobs ignore interrupts, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What did not run and why, and what was compared with a real backend, from whichever process did it."""
+    for reason in sorted({str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr}):
+        terminalreporter.write_line(f"not run: {reason.removeprefix('Skipped: ')}")
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []) if report.when == "call"]
+    properties = [item for report in reports for item in report.user_properties]
+    for text in sorted(value for name, value in properties if name == "conformance"):
+        terminalreporter.write_line(f"conformance: {text}")
+    cases = [value for name, value in properties if name == "conformance-cases"]
+    if cases:
+        terminalreporter.write_line(f"conformance: {sum(cases)} cases of subjects in {len(cases)} tests run as on gloo")

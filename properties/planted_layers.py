@@ -7,9 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planted import OpenColumnLinear, OpenRowLinear, clone_reduce, plant
+from planted import clone_reduce, plant
 from torch import Tensor, nn
 
+from tpverify.mutants.catalogue.addends import BiasBeforeReduction
+from tpverify.mutants.catalogue.layouts import JoinedBackwards
+from tpverify.mutants.catalogue.reductions import ColumnGradientNotReduced, ReducedBothWays, RowReducedTwice
+from tpverify.mutants.catalogue.waste import GatheredBeforeTheActivation
 from tpverify.subjects.block import transformer_block
 from tpverify.subjects.cross_entropy import VocabParallelCrossEntropy
 from tpverify.subjects.cross_entropy_subject import vocab_parallel_cross_entropy as cross_entropy
@@ -17,70 +21,9 @@ from tpverify.subjects.embedding import VocabParallelEmbedding, vocab_parallel_e
 from tpverify.subjects.language_model import VocabParallelHead
 from tpverify.subjects.language_model_subjects import gpt
 from tpverify.subjects.linear_subjects import column_parallel_linear, row_parallel_linear
-from tpverify.subjects.mappings import Group, apply, gather_from_region, reduce_from_region, reduce_scatter_sequence, scatter_to_region
-from tpverify.subjects.mlp import ParallelMLP, activate, mlp
+from tpverify.subjects.mappings import Group, apply, reduce_from_region, reduce_scatter_sequence
+from tpverify.subjects.mlp import mlp
 from tpverify.subjects.parameters import with_bias
-
-
-class ColumnWithoutF(OpenColumnLinear):
-    """Forgets that the input gradient is a sum over the ranks."""
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Identity, backward too."""
-        return x
-
-
-class ReduceBothWays(torch.autograd.Function):
-    """all_reduce forward, and again backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return clone_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return clone_reduce(grad, ctx.group), None
-
-
-class RowReducedBothWays(OpenRowLinear):
-    """Takes the all_reduce for its own adjoint."""
-
-    def reduce(self, partial: Tensor) -> Tensor:
-        """all_reduce / all_reduce."""
-        return apply(ReduceBothWays, partial, self.group)
-
-
-class RowBiasBeforeReduction(OpenRowLinear):
-    """Adds the bias on every rank, before the sum."""
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """With the bias."""
-        return F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
-
-    def add_bias(self, output: Tensor) -> Tensor:
-        """Nothing left to add."""
-        return output
-
-
-class RowReducedTwice(OpenRowLinear):
-    """Sums what is summed already."""
-
-    def reduce(self, partial: Tensor) -> Tensor:
-        """Two all_reduces."""
-        return reduce_from_region(reduce_from_region(partial, self.group), self.group)
-
-
-class GatherBeforeGELU(ParallelMLP):
-    """Right, but rejoins all features between the two layers, where none are needed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """fc1, gather, activation, scatter, fc2."""
-        part = self.fc1(x)
-        sizes = [part.shape[-1]] * self.fc1.group.size()
-        whole = activate(gather_from_region(part, -1, sizes, self.fc1.group), self.activation)
-        output: Tensor = self.fc2(scatter_to_region(whole, -1, sizes, self.fc1.group))
-        return output
 
 
 class PlantedEmbedding(VocabParallelEmbedding):
@@ -155,15 +98,6 @@ class HeadWithoutGradient(VocabParallelHead):
         if self.sequence_parallel or self.group.size() == 1:
             return super().forward(x)
         return with_bias(apply(ProductForInputOnly, x, self.weight, self.group), self.bias)
-
-
-class ColumnJoinedBackwards(OpenColumnLinear):
-    """Joins the ranks' features from the last rank to the first."""
-
-    def join(self, output: Tensor) -> Tensor:
-        """All output features, shards swapped."""
-        parts = torch.split(super().join(output), self.sizes, dim=-1)
-        return torch.cat(parts[::-1], dim=-1)
 
 
 class PlantedCrossEntropy(VocabParallelCrossEntropy):
@@ -262,17 +196,17 @@ def norms_unflagged(config: Any) -> nn.Module:
     return module
 
 
-input_gradient_not_reduced = plant(column_parallel_linear, "input_gradient_not_reduced", ColumnWithoutF)
-reduced_both_ways = plant(row_parallel_linear, "reduced_both_ways", RowReducedBothWays)
-reduced_both_ways_in_mlp = plant(mlp, "reduced_both_ways_in_mlp", RowReducedBothWays)
-bias_before_reduction = plant(row_parallel_linear, "bias_before_reduction", RowBiasBeforeReduction)
+input_gradient_not_reduced = plant(column_parallel_linear, "input_gradient_not_reduced", ColumnGradientNotReduced)
+reduced_both_ways = plant(row_parallel_linear, "reduced_both_ways", ReducedBothWays)
+reduced_both_ways_in_mlp = plant(mlp, "reduced_both_ways_in_mlp", ReducedBothWays)
+bias_before_reduction = plant(row_parallel_linear, "bias_before_reduction", BiasBeforeReduction)
 reduced_twice = plant(row_parallel_linear, "reduced_twice", RowReducedTwice)
-gather_before_gelu = plant(mlp, "gather_before_gelu", GatherBeforeGELU)
+gather_before_gelu = plant(mlp, "gather_before_gelu", GatheredBeforeTheActivation)
 mask_start_off_by_one = plant(vocab_parallel_embedding, "mask_start_off_by_one", MaskStartOffByOne)
 mask_stop_off_by_one = plant(vocab_parallel_embedding, "mask_stop_off_by_one", MaskStopOffByOne)
 mask_forgotten = plant(vocab_parallel_embedding, "mask_forgotten", MaskForgotten)
 tied_gradient_lost = plant(gpt, "tied_gradient_lost", HeadWithoutGradient)
-column_joined_backwards = plant(column_parallel_linear, "column_joined_backwards", ColumnJoinedBackwards)
+column_joined_backwards = plant(column_parallel_linear, "column_joined_backwards", JoinedBackwards)
 logit_shards_swapped = plant(cross_entropy, "logit_shards_swapped", ShardsSwapped)
 local_maximum = plant(cross_entropy, "local_maximum", LocalMaximum)
 local_maximum_unexchanged = plant(cross_entropy, "local_maximum_unexchanged", LocalMaximumUnexchanged)
@@ -280,5 +214,3 @@ local_smoothing = plant(cross_entropy, "local_smoothing", LocalSmoothing)
 norm_gradient_partial = plant(transformer_block, "norm_gradient_partial", parallel=norms_unflagged)
 cross_entropy_in_steps = plant(cross_entropy, "cross_entropy_in_steps", PlantedCrossEntropy)
 embedding_in_steps = plant(vocab_parallel_embedding, "embedding_in_steps", PlantedEmbedding)
-column_in_steps = plant(column_parallel_linear, "column_in_steps", OpenColumnLinear)
-row_in_steps = plant(row_parallel_linear, "row_in_steps", OpenRowLinear)

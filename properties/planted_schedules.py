@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planted import OpenRowLinear, plant
+from planted import plant
 from planted_layers import PlantedCrossEntropy
 from torch import Tensor
 
 from tpverify.subjects.cross_entropy_subject import vocab_parallel_cross_entropy as cross_entropy
+from tpverify.subjects.linear import RowParallelLinear
 from tpverify.subjects.linear_subjects import row_parallel_linear
 from tpverify.subjects.mappings import Group, apply, reduce_from_region
 
@@ -29,7 +30,7 @@ class SumThatDiffers(torch.autograd.Function):
         return grad, None, None, None
 
 
-class MaximumOnOneRank(OpenRowLinear):
+class MaximumOnOneRank(RowParallelLinear):
     """The last rank asks for the maximum where the others ask for the sum."""
 
     def reduce(self, partial: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ class MaximumOnOneRank(OpenRowLinear):
         return apply(SumThatDiffers, partial, self.group, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM, partial.dtype)
 
 
-class SinglePrecisionOnOneRank(OpenRowLinear):
+class SinglePrecisionOnOneRank(RowParallelLinear):
     """The last rank sends half as many bytes."""
 
     def reduce(self, partial: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class SinglePrecisionOnOneRank(OpenRowLinear):
         return apply(SumThatDiffers, partial, self.group, dist.ReduceOp.SUM, torch.float32 if odd else partial.dtype)
 
 
-class SkippedOnOneRank(OpenRowLinear):
+class SkippedOnOneRank(RowParallelLinear):
     """The last rank takes its partial result for the whole."""
 
     def reduce(self, partial: Tensor) -> Tensor:

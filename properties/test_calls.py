@@ -308,7 +308,7 @@ def test_processes_make_the_same_calls(world: ProcessWorld, calls: str) -> None:
     simulated, real = (run_both(subject, drawn, world=where)[0].parallel for where in (None, world))
     assert real.error is None and len(real.ledger) == len(simulated.ledger)
     for ours, theirs in zip(simulated.ranks, real.ranks, strict=True):
-        assert list(ours.outputs) == list(theirs.outputs) == ["output", "output (call 2)"]
+        assert list(ours.outputs) == list(theirs.outputs) == [call_label("output", call) for call in range(drawn.call_count)]
         for label, placed in ours.outputs.items():
             torch.testing.assert_close(placed.local, theirs.outputs[label].local)
         for name, placed in ours.parameter_gradients.items():

@@ -9,6 +9,7 @@ from planted import assert_minimal, broken_checks, the, verified
 import tpverify as tpv
 from tpverify.subjects.block import transformer_block
 from tpverify.subjects.language_model_subjects import gpt
+from tpverify.subjects.linear_subjects import column_parallel_linear, row_parallel_linear
 from tpverify.subjects.mlp import mlp
 from tpverify.verification import read_case
 from tpverify.violation import failure_report
@@ -17,7 +18,7 @@ FEW = 30
 """Cases drawn from subjects that are slow to run."""
 
 
-@pytest.mark.parametrize("subject", [mlp, bugs.column_in_steps, bugs.row_in_steps], ids=lambda subject: subject.name)
+@pytest.mark.parametrize("subject", [mlp, column_parallel_linear, row_parallel_linear], ids=lambda subject: subject.name)
 def test_nothing_is_found_in_layers_where_nothing_is_planted(subject: tpv.Subject) -> None:
     assert verified(subject).violations == ()
 
@@ -71,7 +72,7 @@ def test_output_of_the_second_layer_of_an_mlp_is_reduced_in_backward_too() -> No
         assert found.ranks == (0, 1)
         assert "(the world size): one reduction too many in backward fits this" in found.diagnosis
     message = the(result, "communication").message
-    assert "in backward of fc2 at " in message and "planted.py:" in message and message.endswith(", which nothing declares")
+    assert "in backward of fc2 at " in message and "mutants/mappings.py:" in message and message.endswith(", which nothing declares")
 
 
 def test_bias_of_a_row_parallel_layer_is_added_before_the_reduction() -> None:

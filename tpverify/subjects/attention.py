@@ -89,15 +89,26 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention over the whole sequence, for this rank's heads, then the sum over all heads."""
-        qkv = self.qkv
-        by_head = qkv(x).unflatten(-1, (-1, qkv.head_dim)).permute(1, 2, 0, 3)  # [b, heads, s, head_dim]
-        query, key, value = torch.split(by_head, [qkv.heads, qkv.kv_heads, qkv.kv_heads], dim=1)
-        queries_per_key = qkv.heads // qkv.kv_heads
-        key = key.repeat_interleave(queries_per_key, dim=1)
-        value = value.repeat_interleave(queries_per_key, dim=1)
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        output: Tensor = self.proj(context.permute(2, 0, 1, 3).flatten(2))
+        output: Tensor = self.proj(self._join(self._attend(*self._heads(self.qkv(x)))))
         return output
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, Q|K|V of this rank's heads] -> query, key, value, [b, heads, s, head_dim] each."""
+        by_head = qkv.reshape(*qkv.shape[:-1], -1, self.qkv.head_dim).permute(1, 2, 0, 3)
+        query, key, value = torch.split(by_head, [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads], dim=1)
+        return query, self._repeat(key), self._repeat(value)
+
+    def _repeat(self, shared: Tensor) -> Tensor:
+        """A key or value for each query head."""
+        return shared.repeat_interleave(self.qkv.heads // self.qkv.kv_heads, dim=1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each head's context, [b, heads, s, head_dim]."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+
+    def _join(self, context: Tensor) -> Tensor:
+        """[b, heads, s, head_dim] -> [s, b, heads * head_dim]."""
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def _head_dim(hidden: int, heads: int, kv_heads: int) -> int:

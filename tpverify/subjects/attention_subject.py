@@ -95,7 +95,7 @@ def attention_communication(config: AttentionConfig, world_size: int, prefix: st
 
 
 @st.composite
-def head_counts(draw: st.DrawFn, world_size: int, flaw: str, largest: int = 3) -> tuple[int, int]:
+def head_counts(draw: st.DrawFn, world_size: int, flaw: str, largest: int = 4) -> tuple[int, int]:
     """(heads, kv_heads): multi-head, grouped-query and multi-query.
 
     Args:

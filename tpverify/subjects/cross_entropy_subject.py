@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tpverify.current_group import tp_group
-from tpverify.subjects.cross_entropy import VocabParallelCrossEntropy
+from tpverify.subjects.cross_entropy import VocabParallelCrossEntropy, at_least_float32
 from tpverify.subjects.drawing import activations, loss_vocabularies
 from tpverify.subjects.embedding import vocab_multiples, vocab_placement
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
@@ -40,6 +40,7 @@ class ReferenceCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [s, b, v], targets [s, b] -> [s, b], or [] for ``mean``."""
         counted = targets != self.ignore_index
+        logits = at_least_float32(logits)
         log_probabilities = torch.log_softmax(logits, dim=-1)
         of_target = log_probabilities.gather(-1, targets.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
         losses = -(1.0 - self.label_smoothing) * of_target - self.label_smoothing * log_probabilities.mean(-1)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+LONG = 2048
+"""Tokens of a long sequence: its activations are beyond the sizes up to which programs treat small messages in another way."""
+
 
 @st.composite
-def activations(draw: st.DrawFn, world_size: int, sequence_parallel: bool, flaws: tuple[str, ...]) -> tuple[int, int, str]:
+def activations(
+    draw: st.DrawFn, world_size: int, sequence_parallel: bool, flaws: tuple[str, ...], long: bool = False
+) -> tuple[int, int, str]:
     """(seq, batch, flaw): the activation's first two sizes, and which of ``flaws`` to draw so that it must be refused.
 
     A flaw comes in one of 10 or 19 draws and is "" otherwise. It shares one choice with the sizes, since a choice of its own that
@@ -15,9 +20,11 @@ def activations(draw: st.DrawFn, world_size: int, sequence_parallel: bool, flaws
     Args:
         sequence_parallel: make ``seq`` a multiple of ``world_size``.
         flaws: names of sizes; one rank has none.
+        long: draw a long sequence now and then.
     """
     lengths = [tokens * world_size for tokens in (1, 2, 3)] if sequence_parallel else [1, 2, 3, 4, 5, 6]
     sizes = [(seq, batch) for batch in (1, 2, 3) for seq in lengths]
+    sizes += [(-(-LONG // world_size) * world_size, 1)] if long else []
     index = draw(st.integers(0, len(sizes) if world_size > 1 and flaws else len(sizes) - 1))
     if index < len(sizes):
         return (*sizes[index], "")
@@ -40,6 +47,19 @@ def uneven_sizes(world_size: int, largest: int = 3) -> st.SearchStrategy[int]:
     return st.integers(1, largest * world_size)
 
 
+LARGE_VOCABULARY = 300
+"""More ids than bfloat16 has integers."""
+
+
+def vocabularies(world_size: int) -> st.SearchStrategy[int]:
+    """Any number of ids up to 4 per rank, also fewer than ranks, and now and then a large one."""
+    return _some_large(1, 4 * world_size)
+
+
 def loss_vocabularies(world_size: int) -> st.SearchStrategy[int]:
-    """Any number of ids from 2: with a single one the loss is constant and its gradient rounding noise."""
-    return st.integers(2, 4 * world_size)
+    """The same from 2: with a single id the loss is constant and its gradient rounding noise."""
+    return _some_large(2, 4 * world_size)
+
+
+def _some_large(smallest: int, largest: int) -> st.SearchStrategy[int]:
+    return st.integers(smallest, largest + 1).map(lambda size: size if size <= largest else LARGE_VOCABULARY)

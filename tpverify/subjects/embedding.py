@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpverify.current_group import tp_group
 from tpverify.sharding import PaddedShard, PlacementLike, Replicate, Shard, UnevenShard
-from tpverify.subjects.drawing import activations, uneven_sizes
+from tpverify.subjects.drawing import activations, vocabularies
 from tpverify.subjects.mappings import Group, reduce_from_region, reduce_scatter_sequence
 from tpverify.subjects.parameters import INIT_STD, initial_weight
 from tpverify.subjects.subject import Collective, Input, Subject, Vocabulary
@@ -82,10 +82,24 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of ``ids``."""
         check_ids(ids, self.vocab, "ids")
-        owned = (ids >= self.shard.start) & (ids < self.shard.stop)
+        owned = self._owned(ids)
+        return self._reduce(self._mask(self._rows(ids, owned), owned))
+
+    def _owned(self, ids: Tensor) -> Tensor:
+        """Which ids this rank looks up."""
+        return (ids >= self.shard.start) & (ids < self.shard.stop)
+
+    def _rows(self, ids: Tensor, owned: Tensor) -> Tensor:
+        """The rows of the ids that it owns, any row for the others."""
         table = self.weight if self.shard.rows else F.pad(self.weight, (0, 0, 0, 1))  # an empty shard needs a row to mask
-        rows = F.embedding(torch.where(owned, ids - self.shard.start, 0), table)
-        partial = rows.masked_fill(~owned.unsqueeze(-1), 0.0)
+        return F.embedding(torch.where(owned, ids - self.shard.start, 0), table)
+
+    def _mask(self, rows: Tensor, owned: Tensor) -> Tensor:
+        """Zeros for the ids of others."""
+        return rows.masked_fill(~owned.unsqueeze(-1), 0.0)
+
+    def _reduce(self, partial: Tensor) -> Tensor:
+        """The whole rows, each from the one rank that owns it."""
         return reduce_scatter_sequence(partial, self.group) if self.sequence_parallel else reduce_from_region(partial, self.group)
 
 
@@ -117,7 +131,7 @@ def vocab_parallel_embedding_configs(draw: st.DrawFn, world_size: int) -> VocabP
     return VocabParallelEmbeddingConfig(
         seq=seq,
         batch=batch,
-        vocab=draw(uneven_sizes(world_size, 4)),
+        vocab=draw(vocabularies(world_size)),
         hidden=draw(st.integers(1, 5)),
         multiple=draw(vocab_multiples),
         sequence_parallel=sequence_parallel,

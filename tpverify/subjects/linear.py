@@ -74,12 +74,26 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's output features, or all of them (``gather_output``); with the bias beside it (``skip_bias_add``)."""
         weight, bias = self.local_parameters()
-        output = column_parallel_product(x, weight, self.group, self.sequence_parallel)
+        output = self.multiply(x, weight)
         if not self.skip_bias_add:
             output = with_bias(output, bias)
         if self.gather_output:
-            output = gather_from_region(output, -1, self.sizes, self.group)
+            output = self.join(output)
         return (output, bias) if self.skip_bias_add else output
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """This rank's output features, of the whole sequence, without the bias."""
+        if self.sequence_parallel:
+            return gathered_product(x, weight, self.group)
+        return F.linear(self.spread(x), weight)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """f: the input, whose gradient is summed over the ranks."""
+        return copy_to_region(x, self.group)
+
+    def join(self, output: Tensor) -> Tensor:
+        """All ranks' output features."""
+        return gather_from_region(output, -1, self.sizes, self.group)
 
 
 class RowParallelLinear(nn.Module):
@@ -127,9 +141,25 @@ class RowParallelLinear(nn.Module):
         """The whole output features, summed over the ranks; with the bias beside it (``skip_bias_add``)."""
         if not self.input_is_parallel:
             x = scatter_to_region(x, -1, self.sizes, self.group)
-        partial = F.linear(x, self.weight)
-        output = reduce_scatter_sequence(partial, self.group) if self.sequence_parallel else reduce_from_region(partial, self.group)
-        return (output, self.bias) if self.skip_bias_add else with_bias(output, self.bias)
+        partial = self.multiply(x)
+        output = self.reduce_scatter(partial) if self.sequence_parallel else self.reduce(partial)
+        return (output, self.bias) if self.skip_bias_add else self.add_bias(output)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's summand of the output features."""
+        return F.linear(x, self.weight)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """g: the sum over the ranks."""
+        return reduce_from_region(partial, self.group)
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks, of this rank's part of the sequence."""
+        return reduce_scatter_sequence(partial, self.group)
+
+    def add_bias(self, output: Tensor) -> Tensor:
+        """The output features with the bias, where there is one."""
+        return with_bias(output, self.bias)
 
 
 def column_parallel_product(x: Tensor, weight: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
@@ -138,9 +168,15 @@ def column_parallel_product(x: Tensor, weight: Tensor, group: Group, sequence_pa
     Shapes: x [..., in], weight [out / world_size, in] -> [..., out / world_size]; under sequence parallelism
         x [s / world_size, ..., in] -> [s, ..., out / world_size].
     """
-    if sequence_parallel and group.size() > 1:
-        return apply(_GatherSequenceProduct, x, weight, group)
-    return F.linear(copy_to_region(x, group), weight)
+    return gathered_product(x, weight, group) if sequence_parallel else F.linear(copy_to_region(x, group), weight)
+
+
+def gathered_product(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """``x @ weight.T`` for an input that is cut along the sequence; its gradient is summed over the ranks and cut again.
+
+    Shapes: x [s / world_size, ..., in], weight [out / world_size, in] -> [s, ..., out / world_size].
+    """
+    return F.linear(x, weight) if group.size() == 1 else apply(_GatherSequenceProduct, x, weight, group)
 
 
 class _GatherSequenceProduct(torch.autograd.Function):

@@ -65,7 +65,7 @@ def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnPa
     """All options; sizes that do not divide come with ``uneven`` or are rare, to be refused."""
     # Every option is drawn in every case, used or not, so that Hypothesis can take one back without redrawing the rest.
     bias, skip, gather, sequence_parallel, uneven = (draw(st.booleans()) for _ in range(5))
-    seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("out_features",)))
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("out_features",), long=True))
     return ColumnParallelLinearConfig(
         seq=seq,
         batch=batch,
@@ -83,7 +83,7 @@ def column_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> ColumnPa
 def row_parallel_linear_configs(draw: st.DrawFn, world_size: int) -> RowParallelLinearConfig:
     """All options; sizes that do not divide come with ``uneven`` or are rare, to be refused."""
     bias, skip, whole, sequence_parallel, uneven = (draw(st.booleans()) for _ in range(5))
-    seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("in_features",)))
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, () if uneven else ("in_features",), long=True))
     return RowParallelLinearConfig(
         seq=seq,
         batch=batch,

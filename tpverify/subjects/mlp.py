@@ -110,7 +110,7 @@ def mlp_placements(ffn: int, activation: str) -> dict[str, PlacementLike]:
 def mlp_configs(draw: st.DrawFn, world_size: int, names: tuple[str, ...]) -> MLPConfig:
     """All options; an ``ffn`` that does not divide is rare, to be refused."""
     sequence_parallel = draw(st.booleans())
-    seq, batch, flaw = draw(activations(world_size, sequence_parallel, ("ffn",)))
+    seq, batch, flaw = draw(activations(world_size, sequence_parallel, ("ffn",), long=True))
     return MLPConfig(
         seq=seq,
         batch=batch,

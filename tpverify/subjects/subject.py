@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpverify.errors import SubjectError
+from tpverify.options import DTYPES
 from tpverify.sharding import Placement, Replicate, as_placement
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Subject:
         subgroups: ``parallel`` honours :func:`tpverify.tp_group`, so two TP groups may share a world.
         rank_local: names of modules whose global variables belong to a rank (Megatron's ``parallel_state``).
         precision: narrowest dtype on the path; bounds the agreement that can be expected.
+        dtypes: working dtypes in which both modules can run; cases are drawn in these only.
         refusal: the exception by which a rank refuses a case; other people's code may have its own.
         context: config -> context manager that surrounds all ranks of a run, for what a process has only once (``loss_parallel``).
     """
@@ -156,6 +158,7 @@ class Subject:
     subgroups: bool = False
     rank_local: tuple[str, ...] = ()
     precision: torch.dtype = torch.float64
+    dtypes: tuple[str, ...] = DTYPES
     refusal: type[Exception] = ValueError
     context: Callable[[Any], AbstractContextManager[Any]] | None = None
 
@@ -168,6 +171,11 @@ class Subject:
         """The output placement(s) of one config."""
         outputs = self.outputs(config) if callable(self.outputs) else self.outputs
         return tuple(as_placement(output) for output in outputs) if isinstance(outputs, tuple) else as_placement(outputs)
+
+    def working_dtype(self, asked: str) -> torch.dtype:
+        """The dtype in which a case of ``Case.dtype`` ``asked`` runs: that one, or ``precision`` where it is the narrower."""
+        dtype: torch.dtype = getattr(torch, asked)
+        return max(dtype, self.precision, key=lambda each: torch.finfo(each).eps)
 
     def context_for(self, config: Any) -> AbstractContextManager[Any]:
         """What surrounds all ranks of a run in one process."""
