@@ -7,11 +7,12 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install verify test lint clean
+.PHONY: help install verify test gpu lint clean
 
 help:
 	@echo "make verify   verify all built-in subjects, and show the collectives of one transformer block"
-	@echo "make test     run the CPU tests"
+	@echo "make test     run the CPU tests, and the GPU tier's path with the device forced to the CPU"
+	@echo "make gpu      run the GPU tier with the packages that \$$(PYTHON) has (ARGS=--cpu: on the CPU); installs nothing"
 	@echo "make lint     ruff, mypy and import-linter"
 	@echo "make clean    remove .venv, caches and build outputs"
 
@@ -30,6 +31,11 @@ verify: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 properties
+	PYTHON=$(BIN)/python gpu_suite/run.sh --cpu --gpu-tier tiny
+
+# Where torch, pytest, hypothesis, click, rich, jinja2 and numpy are there already, as in a GPU image.
+gpu:
+	PYTHON=$(PYTHON) gpu_suite/run.sh $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -39,4 +45,4 @@ lint: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info
-	find tpverify properties -name __pycache__ -type d -prune -exec rm -rf {} +
+	find tpverify properties gpu_suite -name __pycache__ -type d -prune -exec rm -rf {} +
