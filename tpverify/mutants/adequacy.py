@@ -164,7 +164,8 @@ class _Campaign:
 
     def _outcome(self, site: Site, operator: str, ranks: str, candidates: Sequence[Candidate]) -> Outcome:
         trials: list[tuple[Clean, Trial]] = []
-        for attempt, (clean, records) in enumerate(candidates):
+        # Once more from the start for one rank, which then is another one: some ranks may hold nothing.
+        for attempt, (clean, records) in enumerate([*candidates, *(candidates if ranks == "one" else ())]):
             if len(trials) == self._tries:
                 break
             by_group = [records]

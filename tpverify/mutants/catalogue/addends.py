@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from tpverify.mutants.mappings import mapping, same
@@ -168,3 +170,27 @@ class ResidualBeforeReduction(ParallelTransformerBlock):
         hidden = activate(self.mlp.fc1(self.norm2(x)), self.mlp.activation)
         fc2 = self.mlp.fc2
         return fc2.add_bias(fc2.reduce(fc2.multiply(hidden) + x))
+
+
+def wide_enough(world_size: int) -> SearchStrategy[Any]:
+    """Outputs with more numbers than there are contributions to tell apart."""
+    assert callable(row_parallel_linear.configs)
+    plain = {"seq": 6, "batch": 3, "bias": True, "skip_bias_add": False, "sequence_parallel": False}
+    return row_parallel_linear.configs(world_size).map(lambda config: replace(config, **plain))
+
+
+@mutant(
+    KIND,
+    row_parallel_linear,
+    "contribution",
+    origin="expert and sequence parallel code where half of the ranks take themselves for the first of their group, trained in bfloat16",
+    module="output",
+    dtype="bfloat16",
+    configs=wide_enough,
+)
+class BiasOnEveryOtherRank(BiasAddedEarly):
+    """Every other rank adds the bias before the reduction, which four ranks then hold twice."""
+
+    def early(self) -> Tensor | None:
+        """The bias, on even ranks."""
+        return super().early() if self.group.rank() % 2 == 0 else None
