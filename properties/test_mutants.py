@@ -93,7 +93,7 @@ def test_a_kill_is_shrunk_and_read() -> None:
     right = mutant_of(Averaged, "forward", diagnosis="one division too many", module="output")
     fate = fate_of(right)
     assert fate.by_named_check and fate.cases <= 20
-    assert fate.case == "Case('tpverify.mutants:averaged', RowParallelLinearConfig(in_features=2), world_size=2)"
+    assert fate.case == "Case('tpverify.mutants:averaged', RowParallelLinearConfig(in_features=2, bias=False), world_size=2)"
     assert (fate.layer, fate.ranks, fate.pattern) == (True, True, True)
     wrong = dataclasses.replace(right, diagnosis="missing all_reduce", module="fc2*", ranks="last")
     assert (fate_of(wrong).layer, fate_of(wrong).ranks, fate_of(wrong).pattern) == (False, False, False)
