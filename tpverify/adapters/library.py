@@ -19,7 +19,7 @@ class Library:
     """A library whose released code is verified.
 
     Attributes:
-        name: of its adapter, and of the extra of tpverify that installs it; its subjects are called ``name.layer``.
+        name: of its adapter; its subjects are called ``name.layer``.
         distribution: its name on the package index.
         lowest, highest: versions between which the adapter has been tried.
         install: the shell command that installs it.
@@ -72,17 +72,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _extra(name: str) -> str:
-    return f"pip install 'tpverify[{name}]'"
-
-
 LIBRARIES = {
     library.name: library
     for library in (
-        Library("fairscale", "fairscale", "0.4.13", "0.4.13", _extra("fairscale")),
+        Library("fairscale", "fairscale", "0.4.13", "0.4.13", "pip install --no-deps --no-build-isolation fairscale==0.4.13"),
         Library("megatron_core", "megatron-core", "0.16.1", "0.19.2", "pip install --no-deps megatron-core==0.16.1"),
-        Library("transformers", "transformers", "5.24.0", "5.24.0", _extra("transformers")),
-        Library("deepspeed", "deepspeed", "0.19.8", "0.19.8", _extra("deepspeed")),
     )
 }
 """Every library that has an adapter, by name."""

@@ -13,7 +13,7 @@ from tpverify.cli.params import is_verbose, verbose_option
 @click.command("list")
 @verbose_option
 def command() -> None:
-    """List the built-in subjects, the checks, and the mutants by kind; -v lists every mutant and control."""
+    """List the built-in subjects, libraries with adapters, the checks, and the mutants by kind; -v lists every mutant and control."""
     from tpverify.report.text import PLAIN_WIDTH
     from tpverify.verification import builtin_subjects, describe_checks
 
@@ -27,7 +27,18 @@ def command() -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    console.print(subjects, checks, *(_every_mutant() if is_verbose() else [_kinds()]))
+    console.print(subjects, _libraries(), checks, *(_every_mutant() if is_verbose() else [_kinds()]))
+
+
+def _libraries() -> Table:
+    """What each adapter verifies here, or the line that installs its library."""
+    from tpverify.adapters.library import LIBRARIES
+
+    table = Table("library", "installed", "subjects, or how to install it", box=box.SIMPLE, pad_edge=False)
+    for library in LIBRARIES.values():
+        names = [f"{library.name}.{layer}" for layer in library.subjects()] if library.version else [library.install]
+        table.add_row(library.distribution, library.version or "-", "\n".join(names))
+    return table
 
 
 def _kinds() -> Table:

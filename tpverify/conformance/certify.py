@@ -50,7 +50,7 @@ class Count:
     """What has been compared.
 
     Attributes:
-        seen: texts of the programs on which all worlds agree.
+        seen: texts of the programs on which all worlds agree, without those of which no step is left.
         finished, refused, disagreeing: of those, how many ran to their end, were refused, or had ranks that do not agree.
         inexact: how many of those that finish differ within rounding.
         steps: how often each call was made by programs that finish.
@@ -119,7 +119,7 @@ class Certifier:
         if not disagreement:
             # What a backend makes of ranks that disagree is undefined: it hangs, crashes or computes nonsense.
             found += self._against_bare(program, ours)
-        if not found and repr(program) not in self.count.seen:
+        if not found and program.steps and repr(program) not in self.count.seen:
             self._add(program, ours, left_out, disagreement)
         return found
 
@@ -136,7 +136,7 @@ class Certifier:
             count.disagreeing += 1
         else:
             count.refused += 1
-        if ours.error is not None and program.steps:
+        if ours.error is not None:
             last = program.steps[-1]
             count.refusals[f"{last.fault or 'dtype, op or layout'}: {type(ours.error).__name__}"] += 1
 
@@ -170,13 +170,15 @@ class Certifier:
     def _unequal_flights(self, ours: Outcome, ranks: Sequence[BareRank]) -> list[str]:
         """Our ledger against the backend's own recorder."""
         assert ours.ledger is not None
-        found = []
+        found: list[str] = []
+        if not any(bare.flights for bare in ranks):
+            return found  # nothing was issued, or this release has no recorder that can be asked
         for rank, bare in enumerate(ranks):
             issued = Counter[Any]()
             for record in ours.ledger.rank(rank):
                 issued.update(as_issued(record, self.backend))
             flown = Counter(_flight(flight) for flight in bare.flights)
-            if bare.flights and issued != flown:
+            if issued != flown:
                 found.append(f"rank {rank} issued {sorted(issued.elements())} and the backend recorded {sorted(flown.elements())}")
         return found
 
