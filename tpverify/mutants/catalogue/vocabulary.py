@@ -366,7 +366,7 @@ class MaskOfTheFirstCall(VocabParallelEmbedding):
 @mutant(
     "precision",
     embedding,
-    "vocabulary",
+    "forward",
     origin="automatic mixed precision and pipeline transports that cast everything they carry: ids above 256 come out rounded",
 )
 class IdsThroughBfloat16(VocabParallelEmbedding):
