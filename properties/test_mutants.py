@@ -97,3 +97,17 @@ def test_a_kill_is_shrunk_and_read() -> None:
     assert (fate.layer, fate.ranks, fate.pattern) == (True, True, True)
     wrong = dataclasses.replace(right, diagnosis="missing all_reduce", module="fc2*", ranks="last")
     assert (fate_of(wrong).layer, fate_of(wrong).ranks, fate_of(wrong).pattern) == (False, False, False)
+
+
+class Untrained(RowParallelLinear):
+    """A weight that gets no gradient."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Without the weight's graph."""
+        return torch.nn.functional.linear(x, self.weight.detach())
+
+
+def test_strength_is_of_errors_not_of_what_is_missing() -> None:
+    strong, missing = fate_of(mutant_of(Averaged, "forward")), fate_of(mutant_of(Untrained, "parameter-gradient"))
+    assert strong.ratio is not None and strong.ratio > 1e6
+    assert missing.by_named_check and missing.ratio is None

@@ -38,8 +38,8 @@ class Fate:
         case: the shrunk case, as text; "" if nothing fired or shrinking was not asked for.
         violations: what the shrunk case shows, of all checks.
         dtype: the working dtype of all cases.
-        ratio: the largest error on the shrunk case relative to its bound, as ``killed_by`` sees it; None where that check holds no
-            error against a bound, or demands equality.
+        ratio: the largest error on the shrunk case relative to its bound, as ``killed_by`` sees it; None where no error
+            killed it, but a missing tensor, say, or where that check demands equality.
         layer, ranks, pattern: whether the report on the shrunk case names each as the mutant says.
     """
 
@@ -152,7 +152,7 @@ def fate_of(mutant: Mutant, *, seed: int = 0, max_examples: int = MAX_EXAMPLES, 
         fate,
         fired=tuple(check for check in again.checks if check in fired),
         case=repr(case),
-        ratio=float(f"{ratio:.4g}") if math.isfinite(ratio) else None,
+        ratio=float(f"{ratio:.4g}") if 1 < ratio < math.inf else None,  # below: killed by what is missing, or has another shape
     )
     return _named(fate, mutant, [_explained(violation, told) for violation in found])
 

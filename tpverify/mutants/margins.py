@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tpverify.checks.catalogue import CHECKS
 from tpverify.options import DTYPES
-from tpverify.session import NUMERIC
 
 LEAST = 10.0
 """A check whose margin is smaller has its bound in a place where chance decides."""
@@ -81,5 +81,5 @@ def margins_of(strengths: Iterable[Strength], clean: Iterable[Ratios]) -> tuple[
         key = (strength.check, strength.dtype)
         if key not in weakest or strength.ratio < weakest[key].ratio:
             weakest[key] = strength
-    keys = [(check, dtype) for check in NUMERIC for dtype in DTYPES if (check, dtype) in largest or (check, dtype) in weakest]
+    keys = [(check, dtype) for check in CHECKS for dtype in DTYPES if (check, dtype) in largest or (check, dtype) in weakest]
     return tuple(Margin(*key, largest.get(key, 0.0), weakest.get(key)) for key in keys)
