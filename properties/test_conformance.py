@@ -88,13 +88,14 @@ REFUSED = (
     Step("functional.all_gather_into_tensor_coalesced", dtype="complex64"),
     Step("all_gather", fault="list length"),
     Step("all_to_all_single", splits=(1,), fault="splits"),
+    Step("all_to_all_single", group=1, fault="output size"),
 )
 """What the simulator once computed, crashed on, or refused with an exception of another class."""
 
 
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: f"{step.call}-{step.fault or step.dtype}")
 def test_what_backends_refuse_is_refused_likewise(certifier: Certifier, step: Step) -> None:
-    program = Program(2, (step,))
+    program = Program(2, (step,), groups=((0,),))
     error = outcome(program).error
     assert isinstance(error, RankError) and isinstance(error.exception, CollectiveRefused)
     assert isinstance(error.exception, ValueError) and isinstance(error.exception, RuntimeError)

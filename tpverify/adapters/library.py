@@ -77,6 +77,7 @@ LIBRARIES = {
     for library in (
         Library("fairscale", "fairscale", "0.4.13", "0.4.13", "pip install --no-deps --no-build-isolation fairscale==0.4.13"),
         Library("megatron_core", "megatron-core", "0.16.1", "0.19.2", "pip install --no-deps megatron-core==0.16.1"),
+        Library("transformers", "transformers", "5.24.0", "5.24.0", "pip install transformers==5.24.0 accelerate"),
     )
 }
 """Every library that has an adapter, by name."""

@@ -191,6 +191,8 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
         _expect_real("all_to_all", [tensor])
         parts = tuple(part.numel() for part in _split(output, output_splits, self.size(), "output"))
         inputs = _split(tensor, input_splits, self.size(), "input")
+        if not output_splits and not input_splits:
+            _expect_elements("the output of all_to_all without split sizes", output, tensor.numel())
         return self._issue(Call("all_to_all", inputs, [output], parts=parts, is_async=_is_async(opts)), whole_inputs=[tensor])
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> dist.Work:

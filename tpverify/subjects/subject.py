@@ -141,6 +141,9 @@ class Subject:
         dtypes: working dtypes in which both modules can run; cases are drawn in these only.
         refusal: the exception by which a rank refuses a case; other people's code may have its own.
         context: config -> context manager that surrounds all ranks of a run, for what a process has only once (``loss_parallel``).
+        script: config -> Python source whose ``build()`` returns the parallel module on a rank of an initialised world, without
+            tpverify, for ``tpverify replay --script``. It has ``torch`` and ``dist``, imports the rest, does what ``context`` does
+            as far as real processes need it, and defines ``finalize_gradients(module)`` if the subject has one.
     """
 
     name: str
@@ -161,6 +164,7 @@ class Subject:
     dtypes: tuple[str, ...] = DTYPES
     refusal: type[Exception] = ValueError
     context: Callable[[Any], AbstractContextManager[Any]] | None = None
+    script: Callable[[Any], str] | None = None
 
     def placements_for(self, config: Any) -> dict[str, Placement]:
         """The parameter placements of one config, by pattern."""
