@@ -15,7 +15,8 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from tpverify.case import Case
 from tpverify.errors import SubjectError
 from tpverify.options import DTYPES
-from tpverify.session import Key, Session, key_of, size_of
+from tpverify.repair.search import CHECKED
+from tpverify.session import Key, Session, is_explained, key_of, size_of
 from tpverify.strategies import cases
 from tpverify.violation import Violation
 
@@ -33,6 +34,18 @@ REPEATS = 4
 
 SECONDS_AFTER_FAILURE = 300.0
 """How long drawing and shrinking may go on once a case has failed; cases are quick, so only a very slow subject gets there."""
+
+CASES_TO_TELL = 30
+"""How many cases are drawn to find one that is large enough for a pattern to fit."""
+
+SECONDS_TO_TELL = 5.0
+"""After which no more are drawn."""
+
+BATCHES_TO_TELL = 1_000
+"""The first batch of these: far beyond those that are explored."""
+
+MOST_LARGER = 2
+"""For how many failures that is done."""
 
 MOST_SHRUNK = 12
 """How many different failures are shrunk, each by itself."""
@@ -116,18 +129,47 @@ class Explorer:
                     reported.setdefault(key_of(violation), [])
                     if violation not in reported[key_of(violation)]:
                         reported[key_of(violation)].append(violation)
-        violations = [self._explained(violation) for found in reported.values() for violation in found]
+        violations = [violation for found in reported.values() for violation in found]
         return sorted(violations, key=lambda violation: (self._order.index(violation.check), violation.tensor))
 
-    def _explained(self, violation: Violation) -> Violation:
-        """A tensor of one number fits any pattern and none: what is said of the same failure on a larger case may tell more."""
-        if violation.diagnosis:
-            return violation
-        told = [other for other in self._session.violations_of(key_of(violation)) if other.diagnosis]
+    def explained(self, violations: Sequence[Violation]) -> list[Violation]:
+        """The violations with what repairs and larger cases tell, where no pattern fits on their own."""
+        found = list(self._session.explained(violations))
+        held = [violation for violation in found if violation.check in CHECKED]
+        explained = {violation.case for violation in held if is_explained(violation)}
+        unexplained = dict.fromkeys(key_of(violation) for violation in held if violation.case not in explained)
+        for key in list(unexplained)[:MOST_LARGER]:
+            if not self._told(key):
+                self._draw_larger(key)
+        return [self._with_larger(violation) for violation in found]
+
+    def _told(self, key: Key) -> list[Violation]:
+        """What fits in other cases of the failure; rounding may, where a case is so odd that the fault hardly shows."""
+        return [other for other in self._session.violations_of(key) if is_explained(other) and "rounding fits" not in other.diagnosis]
+
+    def _draw_larger(self, key: Key) -> None:
+        """A tensor of one number fits any pattern and none: draw until a case shows the same failure and tells more."""
+        left, until = CASES_TO_TELL, time.monotonic() + SECONDS_TO_TELL
+
+        def look(case: Case) -> None:
+            nonlocal left
+            if left <= 0 or self._told(key) or self._session.timed_out or time.monotonic() > min(until, self._patience):
+                raise _Enough
+            left -= 1
+            with contextlib.suppress(SubjectError):
+                self._session.run(case)
+
+        with contextlib.suppress(_Enough):
+            for batch in range(-(-CASES_TO_TELL // BATCH)):
+                self._drive(look, (Phase.generate,), BATCHES_TO_TELL + batch)
+
+    def _with_larger(self, violation: Violation) -> Violation:
+        told = [] if is_explained(violation) else self._told(key_of(violation))
         if not told:
             return violation
         first = min(told, key=lambda other: (other.world_size, len(other.case), other.case))
-        return dataclasses.replace(violation, diagnosis=f"{first.diagnosis} (in a larger case, of world size {first.world_size})")
+        larger = f"{first.diagnosis} (in a larger case, of world size {first.world_size})"
+        return dataclasses.replace(violation, diagnosis="; ".join(filter(None, (violation.diagnosis, larger))))
 
     def _shrink(self, key: Key, fallback: Case) -> Case:
         smallest = fallback

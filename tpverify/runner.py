@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -55,6 +56,7 @@ def run_both(
     reduction_order: str = "rank",
     world: World | None = None,
     perturb: Perturb | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: str = CPU,
 ) -> tuple[Comparison, ...]:
     """Run a case; one comparison per TP group in the world.
@@ -65,6 +67,7 @@ def run_both(
         schedule, reduction_order: see :func:`tpverify.simulate`; correct code does not depend on them, but for rounding.
         world: what executes the ranks; None = the simulator.
         perturb: changes what collectives hand to their ranks, in the simulator; see :class:`tpverify.simulator.exchange.Exchange`.
+        around: surrounds the program of every simulated rank, in its thread.
         device: where the reference and simulated ranks compute; another world's ranks compute where it says.
 
     Raises:
@@ -75,7 +78,7 @@ def run_both(
         check_description(subject, case)
         layouts = group_layouts(case)
         case, sides = _reference_sides(subject, case, len(layouts), traced, device)
-        program = program_of(subject, case, {group: side.logical for group, side in enumerate(sides)}, traced, device)
+        program = _within(around, program_of(subject, case, {group: side.logical for group, side in enumerate(sides)}, traced, device))
         with subject.context_for(case.config):
             ledger, results, failure = (
                 world.run(subject, case, traced=traced, timeout=timeout)
@@ -107,6 +110,14 @@ def run_both(
                     side.run.replayed = replay(side.module, side.run.ranks[0].calls, parallel.ranks)
             comparisons.append(Comparison(subject, case, side.run, parallel, members))
     return tuple(comparisons)
+
+
+def _within(around: Callable[[], AbstractContextManager[Any]], program: Callable[[], RankRun]) -> Callable[[], RankRun]:
+    def surrounded() -> RankRun:
+        with around():
+            return program()
+
+    return surrounded
 
 
 def run_reference(subject: Subject, case: Case, group: int, traced: bool, device: str = CPU, dtype: torch.dtype | None = None) -> Reference:
@@ -238,7 +249,8 @@ def _uses(module: nn.Module, subject: Subject, case: Case, logical: Logical) -> 
 def capture_of(subject: Subject, case: Case, traced: bool) -> Capture | None:
     """Keep what ranks contribute to sums, for those who look at it: of vocabulary lookups, of all in half precision, or to explain."""
     if traced or case.dtype in HALF:
-        return lambda record: record.phase in ("forward", "backward") and record.kind in ("all_reduce", "reduce_scatter")
+        kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all") if traced else ("all_reduce", "reduce_scatter")
+        return lambda record: record.phase in ("forward", "backward") and record.kind in kinds
     vocabulary = subject.vocabulary(case.config) if subject.vocabulary else None
     if vocabulary is None or not vocabulary.lookup:
         return None

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from tpverify.case import Case, without_call
-from tpverify.checks.catalogue import apply, selected
+from tpverify.checks.catalogue import NUMERIC, apply, selected
 from tpverify.checks.finding import Finding
 from tpverify.device import checked_device
 from tpverify.errors import CaseError, RankTimeout
 from tpverify.options import CPU, DTYPES, WORLDS
 from tpverify.processes.world import process_world
+from tpverify.repair.search import CHECKED, circumstances_of, repairs_of
 from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
 from tpverify.sensitivity import sensitivity, spread
@@ -23,11 +25,14 @@ from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation
 from tpverify.world import World
 
-NUMERIC = ("forward", "input-gradient", "parameter-gradient", "vocabulary", "tied")
-"""Checks that hold differences against a tolerance."""
-
 GROUP = "(the TP group of global ranks"
 """How the line begins that says which of two TP groups a finding is about."""
+
+WITNESSES = 3
+"""Other cases, one of which a repair must mend as well."""
+
+SECONDS_OF_REPAIRS = 30.0
+"""After which no further case is repaired."""
 
 Key = tuple[str, str]
 """What tells failures apart: the check and the tensor."""
@@ -68,20 +73,64 @@ class Session:
         self.applied: dict[str, int] = dict.fromkeys(self.checks, 0)
         self.dtypes: dict[str, int] = {}
         self.largest: dict[tuple[str, str], float] = {}
-        self._measure = measure
+        self.measure = measure
         self.rejected = 0
         self.timed_out = False
         self.hasty = False
         self.last: tuple[Violation, ...] = ()
         self._known: dict[str, tuple[Violation, ...]] = {}
+        self._failed: dict[str, Case] = {}
+        self._repairs: dict[str, dict[Key, str]] = {}
+        self._depends: dict[str, str] = {}
+        self._repairing = 0.0
 
     def run(self, case: Case) -> tuple[Violation, ...]:
         """Run a case and apply the checks; a case that ran before is remembered."""
         key = repr(case)
         if key not in self._known:
             self._known[key] = self._execute(case)
+            if self._known[key]:
+                self._failed[key] = case
         self.last = self._known[key]
         return self.last
+
+    def explained(self, violations: Sequence[Violation]) -> tuple[Violation, ...]:
+        """The violations; of values, with the repair that mends them where no pattern fits, and with what they depend on."""
+        held = [violation for violation in violations if violation.check in CHECKED]
+        fitting = {violation.case for violation in held if is_explained(violation)}
+        for text in dict.fromkeys(violation.case for violation in held):
+            if text not in self._repairs and self._repairing < SECONDS_OF_REPAIRS:
+                started = time.monotonic()
+                self._repair(self._failed[text], violations, text not in fitting)
+                self._repairing += time.monotonic() - started
+        return tuple(self._repaired(violation) for violation in violations)
+
+    def _repair(self, case: Case, violations: Sequence[Violation], unexplained: bool) -> None:
+        text, common = repr(case), (self.checks, self.timeout)
+        self._repairs[text] = {}
+        if unexplained:
+            self._repairs[text] = repairs_of(self.subject, case, *common, self._others_like(case, violations), self.device)
+        self._depends[text] = circumstances_of(self.subject, case, *common, self.device)
+
+    def _others_like(self, case: Case, violations: Sequence[Violation]) -> list[Case]:
+        """Of the other cases in which the first failure was seen, those in the same circumstances, the largest of them."""
+        key = next(key_of(violation) for violation in violations if violation.case == repr(case) and violation.check in CHECKED)
+        texts = {violation.case for violation in self.violations_of(key)} - {repr(case)}
+        others = [self._failed[text] for text in texts]
+        return sorted(others, key=lambda other: (_circumstances_shared(case, other), size_of(other)))[-WITNESSES:]
+
+    def again(self, case: Case) -> tuple[Violation, ...]:
+        """Run a case once more, whatever is remembered of it."""
+        self._known.pop(repr(case), None)
+        self._repairs.pop(repr(case), None)
+        return self.run(case)
+
+    def _repaired(self, violation: Violation) -> Violation:
+        found = self._repairs.get(violation.case, {})
+        repair = found.get(key_of(violation)) or next((text for key, text in found.items() if key[0] == violation.check), "")
+        depends = self._depends.get(violation.case, "") if violation.check in CHECKED else ""
+        lines = [violation.diagnosis, "" if is_explained(violation) else repair, depends]
+        return dataclasses.replace(violation, diagnosis="; ".join(filter(None, lines)))
 
     def violations_of(self, key: Key) -> list[Violation]:
         """What one failure came to in every case that showed it."""
@@ -101,11 +150,11 @@ class Session:
         )
 
     def _execute(self, case: Case) -> tuple[Violation, ...]:
-        largest: dict[str, float] | None = {} if self._measure else None
+        largest: dict[str, float] | None = {} if self.measure else None
         found, applied = self._compare(case, traced=False, largest=largest)
         if not self.hasty and any(name in NUMERIC for name, _ in found):
             # Once more, into every module and with the case's own sensitivity: both are worth their time now.
-            largest = {} if self._measure else None
+            largest = {} if self.measure else None
             found, applied = self._compare(case, traced=True, largest=largest)
         for name, ratio in (largest or {}).items():
             self.largest[name, case.dtype] = max(ratio, self.largest.get((name, case.dtype), 0.0))
@@ -143,6 +192,16 @@ class Session:
                 for finding in findings or ():
                     found[name, _within(finding, comparison.members) if len(comparisons) > 1 else finding] = None
         return found, applied
+
+
+def _circumstances_shared(case: Case, other: Case) -> int:
+    names = ("groups", "values", "layout", "calls", "dtype")
+    return sum(getattr(case, name) == getattr(other, name) for name in names)
+
+
+def is_explained(violation: Violation) -> bool:
+    """Whether a pattern fits: not all lines of diagnosis say so, some only describe."""
+    return " fit" in violation.diagnosis
 
 
 def world_named(name: str, device: str = CPU) -> tuple[World | None, str]:

@@ -89,7 +89,7 @@ def verify(
     session = Session(addressed(subject), checks, world, timeout, device)
     explorer = Explorer(session, world_sizes, max_examples, 0 if seed is None else seed, dtypes)
     shown = explorer.explore(progress) if max_examples else {}
-    violations = explorer.shrink_all(shown)
+    violations = explorer.explained(explorer.shrink_all(shown))
     return session.result(violations, time.monotonic() - started)
 
 
@@ -119,7 +119,8 @@ def check_case(
         SubjectError: the subject contradicts itself or its reference raises.
         CaseError: an argument is out of range.
     """
-    return list(Session(addressed(subject), checks, world, device=device).run(case))
+    session = Session(addressed(subject), checks, world, device=device)
+    return list(session.explained(session.run(case)))
 
 
 def typical_case(subject: Subject, world_size: int, seed: int = 0) -> Case:
@@ -189,7 +190,7 @@ def property_test(
         __tracebackhide__ = True
         violations = session.run(case)
         if violations:
-            raise CheckFailed("\n\n".join(failure_report(violation) for violation in violations))
+            raise CheckFailed(_report(violations))
 
     # The first operation of a process takes seconds, so no deadline fits; the report explains, so Hypothesis need not trace lines.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
@@ -202,8 +203,9 @@ def property_test(
         failed: tuple[Violation, ...] = ()
         try:
             driven()
-        except CheckFailed:
-            failed = session.last
+        except CheckFailed as failure:
+            failed = session.explained(session.last)
+            failure.args = (_report(failed),)
             raise
         finally:
             record_result(session.result(failed, time.monotonic() - started).as_dict())
@@ -211,6 +213,10 @@ def property_test(
     test.__name__ = f"test_{subject.name.replace(':', '_').replace('.', '_')}"
     test.__doc__ = f"All checks hold for {subject.name}."
     return test
+
+
+def _report(violations: Sequence[Violation]) -> str:
+    return "\n\n".join(failure_report(violation) for violation in violations)
 
 
 def record_result(result: dict[str, Any]) -> None:

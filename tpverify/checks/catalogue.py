@@ -30,6 +30,9 @@ CHECKS: dict[str, Check] = {
     "contribution": contribution,
 }
 
+NUMERIC = ("forward", "input-gradient", "parameter-gradient", "vocabulary", "tied")
+"""Checks that hold differences against a tolerance."""
+
 
 def describe_checks() -> dict[str, str]:
     """One line per check."""

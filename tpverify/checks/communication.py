@@ -70,14 +70,15 @@ def _disagreements(comparison: Comparison) -> list[Finding]:
 
 def _differences(comparison: Comparison, expected: list[Collective]) -> list[Finding]:
     """What the declared collectives and each rank's ledger have beyond each other; ranks with the same difference share a finding."""
-    by_message: dict[str, list[int]] = {}
+    by_message: dict[tuple[str, str], list[int]] = {}
     for index, rank in enumerate(comparison.members):
         for message in _rank_differences(expected, comparison.parallel.ledger.rank(rank)):
             by_message.setdefault(message, []).append(index)
-    return [Finding(tuple(ranks), "", message) for message, ranks in by_message.items()]
+    return [Finding(tuple(ranks), "", *message) for message, ranks in by_message.items()]
 
 
-def _rank_differences(expected: list[Collective], ledger: Ledger) -> list[str]:
+def _rank_differences(expected: list[Collective], ledger: Ledger) -> list[tuple[str, str]]:
+    """Messages, each with its diagnosis."""
     remaining = [collective.count for collective in expected]
     last: dict[str, Record] = {}
     extra: list[tuple[Record, bool]] = []
@@ -91,14 +92,28 @@ def _rank_differences(expected: list[Collective], ledger: Ledger) -> list[str]:
         else:
             extra.append((record, bool(matching)))
         last[record.phase] = record
-    messages = []
-    for collective, missing in zip(expected, remaining, strict=True):
-        if missing:
-            messages.append(_missing(collective, missing, last.get(collective.phase)))
+    missing = [(collective, count) for collective, count in zip(expected, remaining, strict=True) if count]
+    diagnosis = _mistaken([collective for collective, _ in missing], [record for record, _ in extra])
+    messages = [_missing(collective, count, last.get(collective.phase)) for collective, count in missing]
     for record, repeated in extra:
         ordinal = "once more than declared" if repeated else "which nothing declares"
         messages.append(f"Expected no further collective in {record.phase} but got {located(record)}, {ordinal}")
-    return list(dict.fromkeys(messages))
+    return [(message, diagnosis) for message in dict.fromkeys(messages)]
+
+
+def _mistaken(missing: list[Collective], extra: list[Record]) -> str:
+    """What is issued in place of something that is declared and does not come."""
+    for collective in missing:
+        for record in extra:
+            if collective.reduce_op and _fits(replace(collective, reduce_op=""), record):
+                return f"{record.reduce_op} stands where {collective.reduce_op} is declared: a wrong reduce op fits this"
+            if record.reduce_op in ("", collective.reduce_op) or not collective.reduce_op:
+                if _fits(replace(collective, kind=record.kind, elements=None), record):
+                    return f"{record.kind} stands where {collective.kind} is declared: a wrong kind of collective fits this"
+                if _fits(replace(collective, module=record.module), record):
+                    where = f"{record.module or 'the root module'} where {collective.module or 'the root module'}"
+                    return f"it is issued in {where} is declared: a reduction in the wrong place fits this"
+    return ""
 
 
 def _fits(collective: Collective, record: Record) -> bool:

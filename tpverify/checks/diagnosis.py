@@ -8,7 +8,7 @@ import torch
 
 from tpverify.checks.rearranged import rearranged, same
 from tpverify.run import Placed
-from tpverify.sharding import Layout, Replicate, shard
+from tpverify.sharding import Layout, Replicate, local_indices, owners, shard, sharded_dim
 
 SIMPLE_FACTORS = (0.5, 2.0, -1.0)
 
@@ -23,6 +23,7 @@ def diagnose(
     world_size: int,
     bound: float,
     addends: Mapping[str, torch.Tensor] | None = None,
+    large: bool = False,
 ) -> str:
     """The pattern that turns the expected value into what the ranks hold, in words; "" if none fits.
 
@@ -31,7 +32,8 @@ def diagnose(
         expected: the logical tensor.
         actual: every rank's part, in one layout.
         bound: largest relative error of a fit.
-        addends: vectors that may have been added to every row more or less often than once, by name.
+        addends: what may have been added to every row more or less often than once, by name: vectors, or tables of rows.
+        large: whether values are so large that exponentials overflow where they are not shifted.
     """
     locals_ = {rank: placed.local for rank, placed in sorted(actual.items()) if placed.local is not None}
     layouts = {repr(placed.layout) for placed in actual.values()}
@@ -44,8 +46,9 @@ def diagnose(
     fit = max(bound, 1e-12)
     where = "backward" if label.endswith(".grad") else "forward"
     return (
-        _unwritten(wanted, locals_)
+        _unwritten(wanted, locals_, large)
         or _sum_over_ranks(layout, expected, locals_, where, fit)
+        or _sum_over_holders(layout, expected, locals_, where, fit)
         or _factor(wanted, locals_, world_size, where, fit)
         or _nothing(wanted, locals_, where, fit)
         or rearranged(layout, wanted, locals_, fit)
@@ -54,12 +57,11 @@ def diagnose(
     )
 
 
-def _unwritten(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor]) -> str:
+def _unwritten(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], large: bool) -> str:
     """What is no number although it should be: a buffer that a collective has not filled yet is given NaN."""
     ranks = [rank for rank in wanted if bool((locals_[rank].isnan() & wanted[rank].isfinite()).any())]
-    return (
-        f"NaN on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: stale or never written data fits this" if ranks else ""
-    )
+    meaning = "an overflow of the large values fits this" if large else "stale or never written data fits this"
+    return f"NaN on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {meaning}" if ranks else ""
 
 
 def _nothing(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], where: str, fit: float) -> str:
@@ -86,6 +88,40 @@ def _sum_over_ranks(layout: Layout, expected: torch.Tensor, locals_: dict[int, t
     return ""
 
 
+def _sum_over_holders(layout: Layout, expected: torch.Tensor, locals_: dict[int, torch.Tensor], where: str, fit: float) -> str:
+    """Units that several ranks hold, as those of key-value heads fewer than ranks: on each of them still a summand, or right."""
+    dim, size = sharded_dim(layout), len(locals_)
+    if dim is None or isinstance(layout, Replicate):
+        return ""
+    dim %= expected.dim()
+    holders = owners(expected.shape[dim], layout, size)
+    if all(len(ranks) == 1 for ranks in holders):
+        return ""
+    total, first = torch.zeros_like(expected), torch.zeros_like(expected)
+    for rank in reversed(range(size)):
+        places = local_indices(expected.shape[dim], layout, rank, size)
+        kept = torch.tensor([position for position, index in enumerate(places) if index >= 0])
+        held = torch.tensor([index for index in places if index >= 0])
+        part = locals_[rank].index_select(dim, kept)
+        total.index_add_(dim, held, part)
+        first.index_copy_(dim, held, part)
+    summed = [index for index, ranks in enumerate(holders) if len(ranks) > 1 and not same(*_slices(first, expected, dim, index), fit)]
+    mended = first.clone()
+    for index in summed:
+        mended.select(dim, index).copy_(total.select(dim, index))
+    if not summed or not same(mended, expected, fit):
+        return ""
+    sharing = ", ".join(map(str, holders[summed[0]]))
+    return (
+        f"where several ranks hold one unit (ranks {sharing} that at index {summed[0]} of dimension {dim}) their sum equals the expected"
+        f" value: a missing all_reduce(SUM) among them in {where} fits this"
+    )
+
+
+def _slices(actual: torch.Tensor, expected: torch.Tensor, dim: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return actual.select(dim, index), expected.select(dim, index)
+
+
 def _factor(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], world_size: int, where: str, fit: float) -> str:
     """One and the same constant factor on every rank."""
     e = torch.cat([tensor.reshape(-1) for tensor in wanted.values()])
@@ -93,7 +129,8 @@ def _factor(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], w
     if not bool(a.isfinite().all()) or not bool(e.isfinite().all()) or float(e.norm()) == 0.0:
         return ""
     if not bool(a.any()):
-        return f"all ranks hold zeros: {DETACHED}" if where == "backward" else "all ranks hold zeros"
+        few = e.numel() < 3 * len(locals_)  # a few numbers may be zero for any reason
+        return f"all ranks hold zeros: {DETACHED}" if where == "backward" and not few else "all ranks hold zeros"
     telling = {float(world_size): "the world size", 1.0 / world_size: "1 / world size", float(world_size - 1): "world size - 1"}
     for number, name in telling.items():
         if number not in (0.0, 1.0) and same(a, number * e, fit):
@@ -111,7 +148,7 @@ def _constant_factor(expected: torch.Tensor, wanted: dict[int, torch.Tensor], lo
     """Any other factor; one or two elements always have one, so it takes more to believe in it."""
     e = torch.cat([tensor.reshape(-1) for tensor in wanted.values()])
     a = torch.cat([tensor.reshape(-1) for tensor in locals_.values()])
-    if expected.numel() < 3 or not bool(a.isfinite().all()) or not float(e.norm()):
+    if int(expected.count_nonzero()) < 3 or not bool(a.isfinite().all()):
         return ""
     factor = float(a @ e / (e @ e))
     return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this" if same(a, factor * e, fit) else ""
@@ -122,14 +159,25 @@ def _addend(
 ) -> str:
     """A bias (or other vector) that every row holds once too often, or not at all."""
     for name, addend in addends.items():
-        if any(addend.shape not in (tensor.shape, tensor.shape[-1:]) for tensor in wanted.values()):
-            continue
         for times in (world_size - 1, -1, 1):
-            if times and all(same(locals_[rank], wanted[rank] + times * addend, fit) for rank in wanted):
+            found = {rank: _nearest(addend, (locals_[rank] - wanted[rank]) / times) for rank in wanted} if times else {}
+            if found and all(part is not None and same(locals_[rank], wanted[rank] + times * part, fit) for rank, part in found.items()):
                 if times == world_size - 1:
                     return f"every row holds {name} {world_size} times instead of once: added on every rank before a reduction fits this"
                 return f"every row holds {name} {'once too often' if times > 0 else 'once too little'}: that fits exactly"
     return ""
+
+
+def _nearest(addend: torch.Tensor, difference: torch.Tensor) -> torch.Tensor | None:
+    """What may have been added: the addend itself, or for each row that row of a table that explains it best."""
+    if addend.shape in (difference.shape, difference.shape[-1:]):
+        return addend
+    rows = difference.reshape(-1, difference.shape[-1]) if difference.dim() else difference
+    if addend.dim() != 2 or difference.dim() < 2 or addend.shape[1] != difference.shape[-1] or not bool(rows.isfinite().all()):
+        return None
+    if rows.shape[0] * rows.shape[1] < 3 or not addend.numel() or bool((rows == 0).all()):
+        return None
+    return addend[torch.cdist(rows, addend).argmin(1)].reshape(difference.shape)
 
 
 def narrower(actual: Mapping[int, Placed], expected: torch.Tensor, dtype: torch.dtype) -> str:

@@ -181,7 +181,7 @@ def explain(comparison: Comparison, label: str, expected: torch.Tensor, actual: 
     """
     fit = fit_of(comparison, label)
     addends = {name: tensor for name, tensor in _addends(comparison).items() if not label.endswith(".grad")}
-    line = diagnose(label, expected, actual, comparison.case.world_size, fit, addends)
+    line = diagnose(label, expected, actual, comparison.case.world_size, fit, addends, comparison.case.values == "spike")
     if line or not expected.is_floating_point():
         return line
     whole = {rank: placed.local for rank, placed in actual.items() if placed.local is not None and isinstance(placed.layout, Replicate)}
@@ -240,15 +240,20 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _addends(comparison: Comparison) -> dict[str, torch.Tensor]:
-    """What may have been added more or less often than once: parameters that are vectors (biases), activations (residuals)."""
+    """What may have been added more or less often than once: biases, rows of tables (positions), activations (residuals)."""
     parameters = comparison.reference.ranks[0].parameters
     vectors = {name: _wide(placed.local) for name, placed in parameters.items() if placed.local is not None and placed.local.dim() == 1}
+    tables = {
+        f"rows of {name}": _wide(placed.local)
+        for name, placed in parameters.items()
+        if placed.local is not None and placed.local.dim() == 2
+    }
     inputs = {name: _wide(tensor) for name, tensor in comparison.reference.inputs.items() if tensor.is_floating_point()}
     calls = comparison.reference.ranks[0].calls.items()
     activations = {
         f"the input of {path}": _wide(call.inputs[0]) for path, call in calls if call.inputs and call.inputs[0].is_floating_point()
     }
-    return vectors | inputs | activations
+    return vectors | inputs | activations | tables
 
 
 def _shape_difference(label: str, expected: torch.Tensor, actual: torch.Tensor) -> str:

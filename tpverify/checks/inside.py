@@ -113,8 +113,13 @@ def _same_inside(comparison: Comparison) -> bool:
 
 def _explain_output(comparison: Comparison, path: str) -> str:
     """The first pattern that fits what the module returns instead of what the reference's would."""
-    for index, whole in enumerate(comparison.reference.replayed[path]):
-        parts = [(run.calls[path].outputs or ())[index : index + 1] for run in comparison.parallel.ranks]
+    return _explain(comparison, path, "outputs", comparison.reference.replayed[path])
+
+
+def _explain(comparison: Comparison, path: str, side: str, expected: Sequence[torch.Tensor]) -> str:
+    """The first pattern that fits any of a call's tensors."""
+    for index, whole in enumerate(expected):
+        parts = [(_side(run.calls[path], side) or ())[index : index + 1] for run in comparison.parallel.ranks]
         layout = guess_layout(whole.shape, parts[0][0].shape, len(parts)) if all(parts) else None
         if layout is not None:
             placed = {rank: Placed(part[0], layout) for rank, part in enumerate(parts)}
@@ -186,7 +191,7 @@ def _agree(actual: torch.Tensor, expected: torch.Tensor, bound: float, rms: floa
 
 
 def _explain_input(comparison: Comparison, path: str) -> str:
-    """Whose input or output the module was given instead."""
+    """Whose input or output the module was given instead, or what was done to its own."""
     call = comparison.parallel.ranks[0].calls[path]
     if not call.inputs:
         return ""
@@ -199,4 +204,4 @@ def _explain_input(comparison: Comparison, path: str) -> str:
         for side, tensors in (("the input", reference.inputs), ("the output", reference.outputs)):
             if other != path and tensors and _agree(given, tensors[0], bound):
                 return f"it is given {side} of {other}: modules in another order fit this"
-    return ""
+    return _explain(comparison, path, "inputs", comparison.reference.ranks[0].calls[path].inputs or ())

@@ -116,8 +116,9 @@ def _other_counts(parts: torch.Tensor, expected: torch.Tensor, actual: Mapping[i
 def _in_words(counts: Mapping[int, list[int]]) -> str:
     first = next(iter(counts.values()))
     if any(held != first for held in counts.values()):
-        sets = ", ".join(f"rank {rank} that of {_ranks(held)}" for rank, held in counts.items())
-        return f"not every rank holds the sum over the same ranks ({sets}): a wrong group fits this"
+        sets = ", ".join(f"rank {rank} {_ranks(held)}" for rank, held in counts.items())
+        twice = " of which some are counted twice" if any(2 in held for held in counts.values()) else ""
+        return f"not every rank holds the sum of the same contributions ({sets}){twice}: a wrong group fits this"
     missing = [str(rank) for rank, count in enumerate(first) if count == 0]
     often = [f"that of rank {rank} counts {count} times" for rank, count in enumerate(first) if count not in (0, 1)]
     texts = []
@@ -129,5 +130,6 @@ def _in_words(counts: Mapping[int, list[int]]) -> str:
 
 
 def _ranks(held: Sequence[int]) -> str:
-    ranks = [str(rank) for rank, count in enumerate(held) if count]
-    return "no rank" if not ranks else f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+    """The ranks whose contributions are held, with how often if not once."""
+    ranks = [f"{rank} {count} times" if count != 1 else str(rank) for rank, count in enumerate(held) if count]
+    return "that of no rank" if not ranks else f"that of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"

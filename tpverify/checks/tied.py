@@ -59,6 +59,8 @@ def _wrong_sum(comparison: Comparison, names: Sequence[str]) -> list[Finding]:
         return []
     actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].parameter_gradients, name)
     uses = {use: comparison.reference.uses[use] for use in names if use in comparison.reference.uses}
+    if not uses:
+        return []  # no use has a gradient, as without autograd
     rms = gradient_scale(comparison)
     label = f"{name}.grad"
     total = sum(uses.values(), torch.zeros(()))

@@ -91,14 +91,27 @@ def _wrong_rows(rows: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, owne
     own = torch.tensor([rank in owner[identity] for identity in ids.tolist()], dtype=torch.bool)
     silent = rows[own].eq(0).all(-1) & table[ids[own]].ne(0).any(-1)
     foreign = rows[~own].ne(0).any(-1)
-    texts = []
+    texts = [_misread(rows[own], ids[own], table, rank)] if bool(own.any()) else []
     if bool(foreign.any()):
         texts.append(
             f"Expected rank {rank} to contribute exactly zero for ids of other ranks but it contributes to {_ids(ids[~own][foreign])}"
         )
     if bool(silent.any()):
         texts.append(f"Expected rank {rank} to contribute the rows of its own ids but it contributes nothing to {_ids(ids[own][silent])}")
-    return "\n".join(texts)
+    return "\n".join(filter(None, texts))
+
+
+def _misread(rows: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, rank: int) -> str:
+    """Ids for which the rows of others are brought, exactly."""
+    wrong = [place for place in range(len(ids)) if not torch.equal(rows[place], table[ids[place]])]
+    for place in wrong:
+        held = [identity for identity in range(len(table)) if torch.equal(rows[place], table[identity]) and bool(rows[place].any())]
+        if held:
+            return (
+                f"Expected rank {rank} to contribute the rows of its own ids but for id {int(ids[place])} it contributes the row of id"
+                f" {held[0]}: shifted rows fit this"
+            )
+    return ""
 
 
 def _ignored(comparison: Comparison, described: Vocabulary) -> list[Finding]:

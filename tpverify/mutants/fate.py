@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpverify.case import Case, parse_case
+from tpverify.checks.catalogue import selected
 from tpverify.exploration import Explorer
 from tpverify.lookup import config_types
 from tpverify.mutants.mutant import Mutant
@@ -142,31 +143,26 @@ def fate_of(mutant: Mutant, *, seed: int = 0, max_examples: int = MAX_EXAMPLES, 
         session.checks = {killed_by: session.checks[killed_by]}
     told = explorer.shrink_all({key: shown[key]})
     case = parse_case(next(violation.case for violation in told if key_of(violation) == key), config_types(session.subject))
-    again = Session(mutant.subject, measure=True)
-    found = again.run(case)
+    session.hasty, session.measure, session.checks = False, True, selected(None)
+    session.largest.clear()
+    found = session.again(case)
     if hasty and key not in map(key_of, found):  # rounding led the shrinking astray
         return fate_of(mutant, seed=seed, max_examples=max_examples, hasty=False)
-    ratio = again.largest.get((killed_by, case.dtype), math.inf)
+    ratio = session.largest.get((killed_by, case.dtype), math.inf)
     fired = {*fate.fired, *session.first, *(violation.check for violation in found)}
     fate = dataclasses.replace(
         fate,
-        fired=tuple(check for check in again.checks if check in fired),
+        fired=tuple(check for check in session.checks if check in fired),
         case=repr(case),
         ratio=float(f"{ratio:.4g}") if 1 < ratio < math.inf else None,  # below: killed by what is missing, or has another shape
     )
-    return _named(fate, mutant, [_explained(violation, told) for violation in found])
+    return _named(fate, mutant, explorer.explained(found))
 
 
 def _first_tensor(session: Session, shown: dict[Key, Case]) -> Key:
     """The first failure that is not of a module as a whole, which only shows where a case is looked into."""
     of_modules = {key_of(violation) for case in shown.values() for violation in session.run(case) if is_of_module(violation)}
     return min(sorted(set(shown) - of_modules) or shown)
-
-
-def _explained(violation: Violation, told: Sequence[Violation]) -> Violation:
-    """With the diagnosis that its failure was given on a larger case, where its own case is too small for one."""
-    diagnosis = next((other.diagnosis for other in told if key_of(other) == key_of(violation)), "")
-    return dataclasses.replace(violation, diagnosis=violation.diagnosis or diagnosis)
 
 
 def _named(fate: Fate, mutant: Mutant, violations: Sequence[Violation]) -> Fate:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpverify.case import Case
-from tpverify.checks.catalogue import selected
+from tpverify.checks.catalogue import NUMERIC, selected
 from tpverify.checks.finding import gradient_scale
 from tpverify.ledger.ledger import Ledger
 from tpverify.ledger.record import Record
@@ -19,7 +19,6 @@ from tpverify.mutants.sites import Site, sites_of
 from tpverify.run import Comparison
 from tpverify.runner import CASE_TIMEOUT, run_both
 from tpverify.sensitivity import sensitivity, spread
-from tpverify.session import NUMERIC
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.simulator.exchange import Perturb
 from tpverify.subjects.subject import Subject
