@@ -39,7 +39,11 @@ def explain_by_summands(comparison: Comparison, phase: str, expected: torch.Tens
     if len(actual) < 2 or any(tensor.shape != expected.shape for tensor in actual.values()):
         return ""
     for parts in _captured(comparison, phase, expected):
-        line = _other_operation(parts, expected, actual, fit) or _silent(comparison, parts) or _other_counts(parts, expected, actual, fit)
+        line = (
+            _other_operation(parts, expected, actual, fit)
+            or _silent(comparison, parts, actual, fit)
+            or _other_counts(parts, expected, actual, fit)
+        )
         if line:
             return line
     return ""
@@ -84,15 +88,23 @@ def _other_operation(parts: torch.Tensor, expected: torch.Tensor, actual: Mappin
     return ""
 
 
-def _silent(comparison: Comparison, parts: torch.Tensor) -> str:
-    """Whether some rank brings nothing to the sum, as it rightly does to the lookup of ids that it does not own."""
-    if comparison.subject.vocabulary is not None:
+def _silent(comparison: Comparison, parts: torch.Tensor, actual: Mapping[int, torch.Tensor], fit: float) -> str:
+    """Whether some rank brings nothing to the sum, as it rightly does to the lookup of ids that it does not own.
+
+    All ranks must hold that sum, or that and a bias, which is the same in every row.
+    """
+    if comparison.subject.vocabulary is not None or not all(_is_sum(tensor.double(), parts.sum(0), fit) for tensor in actual.values()):
         return ""
     silent = [str(rank) for rank, part in enumerate(parts) if not bool(part.any())]
     if not silent or len(silent) == len(parts):
         return ""
     ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
     return f"only zeros come from {ranks}: that the contribution of {ranks} is missing from the sum fits this"
+
+
+def _is_sum(actual: torch.Tensor, total: torch.Tensor, fit: float) -> bool:
+    rows = (actual - total).reshape(-1, actual.shape[-1]) if actual.dim() else (actual - total).reshape(1, 1)
+    return same(actual, total, fit) or (len(rows) > 1 and same(actual, total + rows[0], fit))
 
 
 def _other_counts(parts: torch.Tensor, expected: torch.Tensor, actual: Mapping[int, torch.Tensor], fit: float) -> str:

@@ -13,6 +13,7 @@ from tpverify.case import Case, parse_case
 from tpverify.checks.catalogue import selected
 from tpverify.exploration import Explorer
 from tpverify.lookup import config_types
+from tpverify.mutants.margins import WIDE
 from tpverify.mutants.mutant import Mutant
 from tpverify.mutants.naming import is_of_module, names_layer, names_pattern, names_ranks
 from tpverify.options import DTYPES
@@ -39,8 +40,8 @@ class Fate:
         case: the shrunk case, as text; "" if nothing fired or shrinking was not asked for.
         violations: what the shrunk case shows, of all checks.
         dtype: the working dtype of all cases.
-        ratio: the largest error on the shrunk case relative to its bound, as ``killed_by`` sees it; None where no error
-            killed it, but a missing tensor, say, or where that check demands equality.
+        ratio: the largest error on the shrunk case, in half precision on any, relative to its bound, as ``killed_by`` sees it;
+            None where no error killed it, but a missing tensor, say, or where that check demands equality.
         layer, ranks, pattern: whether the report on the shrunk case names each as the mutant says.
     """
 
@@ -118,6 +119,7 @@ def fate_of(mutant: Mutant, *, seed: int = 0, max_examples: int = MAX_EXAMPLES, 
         SubjectError: the mutated subject contradicts itself.
     """
     session = WatchedSession(mutant)
+    session.measure = mutant.dtype not in WIDE
     sizes = ALL_WORLD_SIZES if mutant.kind == "conditional" else DEFAULT_WORLD_SIZES
     explorer = Explorer(session, sizes, max_examples, seed, (mutant.dtype,))
     shown = explorer.explore(None, lambda violations: any(violation.check == mutant.check for violation in violations))
@@ -144,7 +146,8 @@ def fate_of(mutant: Mutant, *, seed: int = 0, max_examples: int = MAX_EXAMPLES, 
     told = explorer.shrink_all({key: shown[key]})
     case = parse_case(next(violation.case for violation in told if key_of(violation) == key), config_types(session.subject))
     session.hasty, session.measure, session.checks = False, True, selected(None)
-    session.largest.clear()
+    if mutant.dtype in WIDE:
+        session.largest.clear()
     found = session.again(case)
     if hasty and key not in map(key_of, found):  # rounding led the shrinking astray
         return fate_of(mutant, seed=seed, max_examples=max_examples, hasty=False)

@@ -13,6 +13,10 @@ from tpverify.options import DTYPES
 LEAST = 10.0
 """A check whose margin is smaller has its bound in a place where chance decides."""
 
+WIDE = ("float64", "float32")
+"""Dtypes in which that is asked for. In half precision a single number is rounded by as much as some bugs are large: nothing that
+looks at one case can have such a margin there, and what is printed says how far such bugs stand out."""
+
 Ratios = Mapping[tuple[str, str], float]
 """By check and working dtype: the largest error of any tensor relative to its bound."""
 
@@ -24,7 +28,8 @@ class Strength:
     Attributes:
         id: of the mutant.
         check, dtype: what killed it, and the working dtype of the case.
-        ratio: the largest error relative to its bound on the shrunk case; above 1.
+        ratio: the largest error relative to its bound on the shrunk case; above 1. In half precision on any case that was drawn:
+            shrinking goes on until a bug hardly stands out.
     """
 
     id: str

@@ -129,6 +129,20 @@ def add_mutant(id: str, kind: str, base: Subject, check: str, *, layers: Sequenc
     return _mutants[id]
 
 
+def add_again(id: str, dtype: str, check: str = "") -> Mutant:
+    """The mutant once more, looked for in another working dtype.
+
+    Args:
+        check: id of the check that must kill it there; default: the same.
+    """
+    known = _mutants[id]
+    name = f"{id}-in-{dtype}"
+    subject = replace(known.subject, name=f"tpverify.mutants:{name.replace('-', '_')}")
+    module = known.module if check in ("", known.check) else "*"
+    _mutants[name] = replace(known, id=name, dtype=dtype, check=check or known.check, module=module, subject=subject)
+    return _mutants[name]
+
+
 def planted(base: Subject, name: str, *layers: type[nn.Module], **changes: Any) -> Subject:
     """``base`` with each of its layers that a wrong class derives from turned into that class.
 

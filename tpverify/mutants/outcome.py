@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpverify.mutants.fate import Fate
-from tpverify.mutants.margins import LEAST, Margin, Ratios, Strength, margins_of
+from tpverify.mutants.margins import LEAST, WIDE, Margin, Ratios, Strength, margins_of
 from tpverify.mutants.mutant import KINDS, Mutant
 from tpverify.violation import Violation
 
@@ -138,7 +138,7 @@ class Campaign:
     @property
     def narrow(self) -> tuple[Margin, ...]:
         """Margins that are too small."""
-        return tuple(margin for margin in self.margins if margin.value < LEAST)
+        return tuple(margin for margin in self.margins if margin.dtype in WIDE and margin.value < LEAST)
 
     @property
     def passed(self) -> bool:
