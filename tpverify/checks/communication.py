@@ -108,6 +108,10 @@ def _mistaken(missing: list[Collective], extra: list[Record]) -> str:
             if collective.reduce_op and _fits(replace(collective, reduce_op=""), record):
                 return f"{record.reduce_op} stands where {collective.reduce_op} is declared: a wrong reduce op fits this"
             if record.reduce_op in ("", collective.reduce_op) or not collective.reduce_op:
+                if _fits(replace(collective, elements=None), record):
+                    return (
+                        f"{record.elements} elements travel where {collective.elements} are declared: split or gathered messages fit this"
+                    )
                 if _fits(replace(collective, kind=record.kind, elements=None), record):
                     return f"{record.kind} stands where {collective.kind} is declared: a wrong kind of collective fits this"
                 if _fits(replace(collective, module=record.module), record):

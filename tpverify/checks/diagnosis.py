@@ -26,7 +26,7 @@ def diagnose(
     world_size: int,
     bound: float,
     addends: Mapping[str, torch.Tensor] | None = None,
-    large: bool = False,
+    unwritten: bool = True,
 ) -> str:
     """The pattern that turns the expected value into what the ranks hold, in words; "" if none fits.
 
@@ -36,7 +36,7 @@ def diagnose(
         actual: every rank's part, in one layout.
         bound: largest relative error of a fit.
         addends: what may have been added to every row more or less often than once, by name: vectors, or tables of rows.
-        large: whether values are so large that exponentials overflow where they are not shifted.
+        unwritten: whether there was memory that holds NaN until it is written: buffers in flight, gaps between strided rows.
     """
     locals_ = {rank: placed.local for rank, placed in sorted(actual.items()) if placed.local is not None}
     layouts = {repr(placed.layout) for placed in actual.values()}
@@ -49,7 +49,7 @@ def diagnose(
     fit = max(bound, 1e-12)
     where = "backward" if label.endswith(".grad") else "forward"
     return (
-        _unwritten(wanted, locals_, large)
+        _not_a_number(wanted, locals_, unwritten)
         or _sum_over_ranks(layout, expected, locals_, where, fit)
         or _sum_over_holders(layout, expected, locals_, where, fit)
         or _factor(wanted, locals_, world_size, where, fit)
@@ -60,11 +60,11 @@ def diagnose(
     )
 
 
-def _unwritten(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], large: bool) -> str:
-    """What is no number although it should be: a buffer that a collective has not filled yet is given NaN."""
+def _not_a_number(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], unwritten: bool) -> str:
+    """What is no number although it should be."""
     ranks = [rank for rank in wanted if bool((locals_[rank].isnan() & wanted[rank].isfinite()).any())]
-    meaning = "an overflow of the large values fits this" if large else "stale or never written data fits this"
-    return f"NaN on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {meaning}" if ranks else ""
+    meaning = "stale or never written data" if unwritten else "an overflow or a division by zero"
+    return f"NaN on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {meaning} fits this" if ranks else ""
 
 
 def _nothing(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], where: str, fit: float) -> str:
@@ -148,13 +148,18 @@ def _factor(wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], w
 
 
 def _constant_factor(expected: torch.Tensor, wanted: dict[int, torch.Tensor], locals_: dict[int, torch.Tensor], fit: float) -> str:
-    """Any other factor; one or two elements always have one, so it takes more to believe in it."""
+    """Any other factor; one number always has one, and so has a gradient of rank one, so it takes more to believe in it."""
     e = torch.cat([tensor.reshape(-1) for tensor in wanted.values()])
     a = torch.cat([tensor.reshape(-1) for tensor in locals_.values()])
-    if int(expected.count_nonzero()) < 3 or not bool(a.isfinite().all()):
+    if len(set(expected[expected != 0].tolist())) < 3 or not bool(a.isfinite().all()):
         return ""
     factor = float(a @ e / (e @ e))
-    return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this" if same(a, factor * e, fit) else ""
+    rows = expected.reshape(-1, expected.shape[-1]).double()
+    independent = int(torch.linalg.matrix_rank(rows, rtol=max(4 * fit, 1e-9))) > 1
+    round_number = abs(factor * 100 - round(factor * 100)) < max(100 * fit, 1e-7)
+    if not (independent or round_number) or not same(a, factor * e, fit):
+        return ""
+    return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this"
 
 
 def _addend(
@@ -193,6 +198,8 @@ def narrower(actual: Mapping[int, Placed], expected: torch.Tensor, dtype: torch.
     held = [placed.local.to(dtype) for placed in actual.values() if placed.local is not None]
     if torch.finfo(dtype).bits == 16 and expected.numel() < FEW:
         return ""
+    if not any(bool((torch.frexp(t.double()).mantissa * 16).frac().nan_to_num().any()) for t in held):
+        return ""  # zeros, ones and the like are numbers of any dtype
     for other in (torch.bfloat16, torch.float16, torch.float32):
         narrow = torch.finfo(other).eps > torch.finfo(dtype).eps and all(torch.equal(t, t.to(other).to(dtype)) for t in held)
         if held and narrow and not torch.equal(expected, expected.to(other).to(expected.dtype)):

@@ -181,7 +181,8 @@ def explain(comparison: Comparison, label: str, expected: torch.Tensor, actual: 
     """
     fit = fit_of(comparison, label)
     addends = {name: tensor for name, tensor in _addends(comparison).items() if not label.endswith(".grad")}
-    line = diagnose(label, expected, actual, comparison.case.world_size, fit, addends, comparison.case.values == "spike")
+    unwritten = comparison.case.layout != "contiguous" or any(record.is_async for record in comparison.parallel.ledger)
+    line = diagnose(label, expected, actual, comparison.case.world_size, fit, addends, unwritten)
     if line or not expected.is_floating_point():
         return line
     whole = {rank: placed.local for rank, placed in actual.items() if placed.local is not None and isinstance(placed.layout, Replicate)}

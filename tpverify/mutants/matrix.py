@@ -61,7 +61,8 @@ def score_line(campaign: Campaign) -> str:
     kinds = f", {count} kind{'s' * (count != 1)}"
     right = [control for control in campaign.passes if control.passed]
     controls = f"; {len(right)} of {len(campaign.passes)} correct subjects unflagged" if campaign.passes else ""
-    named = ", ".join(f"{what} {100 * campaign.named(what):.0f} %" for what in PARTS)
+    stated = {what: len(campaign.killed) - campaign.unstated(what) for what in PARTS}
+    named = ", ".join(f"{what} {100 * campaign.named(what):.0f} % of {stated[what]}" for what in PARTS)
     enough = all(campaign.named(what) >= NAMED for what in PARTS)
     floor = "" if enough or not campaign.whole else f" (at least {100 * NAMED:.0f} % each wanted)"
     return f"{score}{equivalent}{kinds}{controls}; named: {named}{floor}"

@@ -116,11 +116,12 @@ class Campaign:
         return tuple(fate for fate in self.killed if not getattr(fate, what))
 
     def named(self, what: str) -> float:
-        """Share of the killed bugs whose report names their ``layer``, ``ranks`` or ``pattern``; 1 where there is none."""
-        return 1 - len(self.unnamed(what)) / len(self.killed) if self.killed else 1.0
+        """Share of the killed bugs whose report names their ``layer``, ``ranks`` or ``pattern``, of those for which one can be stated."""
+        stated = len(self.killed) - self.unstated(what)
+        return 1 - len(self.unnamed(what)) / stated if stated else 1.0
 
     def unstated(self, what: str) -> int:
-        """Killed bugs for which no layer, rank set or pattern can be stated beforehand, so that any is right."""
+        """Killed bugs for which no layer, rank set or pattern can be stated beforehand, so that none counts."""
         field, anything = {"layer": ("module", "*"), "ranks": ("ranks", ""), "pattern": ("diagnosis", "")}[what]
         return sum(getattr(self.mutants[fate.id], field) == anything for fate in self.killed)
 

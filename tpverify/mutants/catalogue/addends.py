@@ -187,6 +187,7 @@ def wide_enough(world_size: int) -> SearchStrategy[Any]:
     module="output",
     dtype="bfloat16",
     configs=wide_enough,
+    diagnosis="counts 2.00 times",
 )
 class BiasOnEveryOtherRank(BiasAddedEarly):
     """Every other rank adds the bias before the reduction, which four ranks then hold twice."""

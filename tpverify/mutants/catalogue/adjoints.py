@@ -288,6 +288,7 @@ add_mutant(
     story="A data-parallel wrapper in the tensor-parallel group averages all gradients, of different shards too.",
     origin="DDP wrapped around a tensor-parallel model without a process group: shapes agree, so nothing complains",
     module="fc*.grad*",
+    diagnosis="one reduction too many",
 )
 
 

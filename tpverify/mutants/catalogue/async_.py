@@ -32,6 +32,7 @@ def started(x: Tensor, group: Group) -> tuple[Tensor, Any]:
     "buffers",
     origin="PyTorch: a redistributed tensor goes on although its collective has not finished; the handle is dropped",
     module="*",
+    diagnosis="whose Work was never waited",
 )
 class NeverWaited(RowParallelLinear):
     """Starts the reduction and uses its buffer; nobody keeps the handle."""
@@ -87,6 +88,7 @@ class OverlapNeverWaited(ColumnParallelLinear):
     communication=None,
     origin="TransformerEngine user buffers: two chunks share one communication buffer, and the second overwrites the first in flight",
     module="*",
+    diagnosis="was written while its collective was in flight",
 )
 class ChunksShareABuffer(RowParallelLinear):
     """The result is reduced in two chunks through one buffer, which is filled again before the first chunk is through."""
@@ -171,6 +173,7 @@ class GatherWaitedInBackward(ColumnParallelLinear):
     communication=None,
     origin="bucketed reductions that rely on handles completing in order, which is so on one stream only",
     module="*",
+    diagnosis="whose Work was never waited",
 )
 class OnlyTheLastHandleWaited(RowParallelLinear):
     """The result is reduced in two pieces, and only the second handle is waited for."""
@@ -192,6 +195,7 @@ class OnlyTheLastHandleWaited(RowParallelLinear):
     "buffers",
     origin="fused bias epilogues launched right after the all-reduce, on another stream that does not wait for it",
     module="*",
+    diagnosis="was written while its collective was in flight",
 )
 class BiasAddedInFlight(RowParallelLinear):
     """The bias is added in place to the buffer of a reduction that is under way."""

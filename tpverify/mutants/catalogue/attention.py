@@ -52,7 +52,9 @@ class SharedBiasNotReduced(QKVParallelLinear):
         return self._share(self.weight), self.bias
 
 
-@mutant("replicated gradient", attention, "parameter-gradient", origin=FEW_KEYS, module="qkv.*.grad", ranks="")
+@mutant(
+    "replicated gradient", attention, "parameter-gradient", origin=FEW_KEYS, module="qkv.*.grad", ranks="", diagnosis="a missing all_reduce"
+)
 class SharedValuesNotReduced(QKVParallelLinear):
     """Of a shared head only the key's gradient is summed; the value's is forgotten."""
 
@@ -61,7 +63,7 @@ class SharedValuesNotReduced(QKVParallelLinear):
         return torch.cat([super()._share(parameter)[:-values], parameter[-values:]])
 
 
-@mutant("heads", attention, "parameter-gradient", origin=FEW_KEYS, module="qkv.*.grad", ranks="")
+@mutant("heads", attention, "parameter-gradient", origin=FEW_KEYS, module="qkv.*.grad", ranks="", diagnosis="one reduction too many")
 class SharedHeadsReducedTwice(QKVParallelLinear):
     """The gradient of a shared key-value head is summed over the ranks that hold it, and then once more."""
 
@@ -76,6 +78,7 @@ class SharedHeadsReducedTwice(QKVParallelLinear):
     origin="Automodel: replicas are averaged although each holds a summand",
     module="qkv.*.grad",
     ranks="",
+    diagnosis="a missing all_reduce",
 )
 class SharedHeadsAveraged(QKVParallelLinear):
     """The gradient of a shared key-value head is the mean over the ranks that hold it, as if each had computed the whole."""
@@ -240,6 +243,7 @@ class ScoresAcrossHeads(ParallelAttention):
     "forward",
     origin="reshapes without a transpose back: with one head on a rank, or heads of size 1, nothing is wrong",
     module="proj",
+    diagnosis="in another order",
 )
 class FeaturesBeforeHeads(ParallelAttention):
     """The context is flattened with the features of a head outside and the heads inside."""
@@ -339,6 +343,7 @@ class SoftmaxInBfloat16(ParallelAttention):
     "communication",
     origin="ports of single-device attention: all heads are gathered for an output projection that cuts them again",
     module="",
+    diagnosis="no further collective",
 )
 class ContextGathered(ParallelAttention):
     """The heads' contexts are gathered and cut again before the output projection: right, but for a gather too many."""
@@ -370,7 +375,7 @@ class KeysFromCache(ParallelAttention):
     "forward",
     origin="key-value caches that outlive a micro-batch",
     module="output (call 2)",
-    diagnosis="stale or never written",
+    diagnosis="stale data",
 )
 class KeysOfTheFirstCall(ParallelAttention):
     """Keys of the first call are kept for later calls of the same shape."""

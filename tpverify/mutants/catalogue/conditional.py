@@ -172,6 +172,7 @@ class OddNumberOfElements(RowParallelLinear):
     "forward",
     origin="captured graphs: the second call is replayed from a capture that lacks the collective",
     module="output*",
+    diagnosis="a missing all_reduce",
 )
 class SecondCallNotReduced(RowParallelLinear):
     """The second call's output is not summed over the ranks."""
@@ -205,6 +206,7 @@ class StridedInputDetached(ColumnParallelLinear):
     origin="shards of PyTorch's chunk rule that come out empty: the rank has nothing to compute and returns before the others meet",
     module="*",
     ranks="",
+    diagnosis="no rank can",
 )
 class EmptyShardLeaves(ColumnParallelLinear):
     """A rank without output features does not take part in backward's reduction."""
@@ -252,6 +254,7 @@ add_mutant(
     story="Sizes that do not divide are rounded down where they should be refused.",
     origin="transformers, PyTorch: in_features // world_size computed in one place, and another that multiplies it back",
     module="*",
+    diagnosis="to be refused",
 )
 
 

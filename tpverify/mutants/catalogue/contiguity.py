@@ -46,6 +46,7 @@ class CopyReduced(ColumnParallelLinear):
     "buffers",
     origin="PyTorch, gloo: all-reduce and its siblings are wrong on strided tensors; NCCL refuses them",
     module="*",
+    diagnosis="non-contiguous tensor at a collective",
 )
 class StridedReduction(RowParallelLinear):
     """A transposed view is handed to the reduction, which a simulator survives and a real backend does not."""
@@ -67,6 +68,7 @@ class StridedReduction(RowParallelLinear):
     "buffers",
     origin="PyTorch, gloo: a gather of a strided tensor returns other elements; the tests filled tensors with one number",
     module="*",
+    diagnosis="non-contiguous tensor at a collective",
 )
 class StridedGather(ColumnParallelLinear):
     """The gather along the features sends a view whose features come first."""
@@ -106,6 +108,7 @@ class ViewOfAnyInput(ColumnParallelLinear):
     "forward",
     origin="custom all-reduce kernels that get a pointer and a number of elements, and read memory as it lies",
     module="output*",
+    diagnosis="without regard to its strides",
 )
 class StorageReadLinearly(RowParallelLinear):
     """With several ranks the input is read from its storage one element after the other, whatever its strides."""
@@ -145,6 +148,7 @@ def finalize_a_copy(module: torch.nn.Module) -> None:
     "buffers",
     origin="reduce-scatter of a batch-first view of the partial result, as attention code leaves it",
     module="*",
+    diagnosis="non-contiguous tensor at a collective",
 )
 class StridedReduceScatter(RowParallelLinear):
     """The reduce-scatter along the sequence reads a view whose batch comes first in memory."""

@@ -77,7 +77,7 @@ class MaximumBySum(VocabParallelCrossEntropy):
     cross_entropy,
     "input-gradient",
     origin="losses whose softmax backward is fed from what the rank has at hand: losses are right, gradients are not",
-    diagnosis="a local statistic",
+    diagnosis="a detached branch",
     module="logits.grad",
     ranks="",
 )
@@ -120,7 +120,7 @@ class LossTooHighByLogRanks(VocabParallelCrossEntropy):
     cross_entropy,
     "input-gradient",
     origin="losses with a backward of their own that keeps the local softmax: values are right, and gradients do not add up to zero",
-    diagnosis="a local statistic",
+    diagnosis="a detached branch",
     module="logits.grad",
     ranks="",
 )
@@ -151,7 +151,7 @@ class TargetLogitDetached(VocabParallelCrossEntropy):
         return super()._of_target(logits.detach() if self.group.size() > 1 else logits, targets)
 
 
-@mutant("missing reduction", cross_entropy, "replication", origin=LOSSES, module="output", ranks="")
+@mutant("missing reduction", cross_entropy, "replication", origin=LOSSES, module="output", ranks="", diagnosis="a local statistic")
 class TargetLogitNotExchanged(VocabParallelCrossEntropy):
     """Only the rank that owns a target subtracts its logit; the others report the logarithm of the sum."""
 
@@ -172,7 +172,14 @@ class TargetLogitByMaximum(VocabParallelCrossEntropy):
         return reduced_by(dist.ReduceOp.MAX, torch.where(targets.unsqueeze(-1) == ids, logits, 0.0).sum(-1), self.group)
 
 
-@mutant("vocabulary", cross_entropy, "vocabulary", origin="off-by-one masks of targets, see the lookup's", module="output")
+@mutant(
+    "vocabulary",
+    cross_entropy,
+    "vocabulary",
+    origin="off-by-one masks of targets, see the lookup's",
+    module="output",
+    diagnosis="is wrong for exactly ids",
+)
 class TargetFirstOfShardUnowned(VocabParallelCrossEntropy):
     """The first id of a shard is nobody's target: its tokens cost the whole logarithm of the sum."""
 
@@ -182,7 +189,7 @@ class TargetFirstOfShardUnowned(VocabParallelCrossEntropy):
         return super()._of_target(logits, targets)
 
 
-@mutant("vocabulary", cross_entropy, "forward", origin=LOSSES, diagnosis="shifted rows", module="output")
+@mutant("vocabulary", cross_entropy, "forward", origin=LOSSES, module="output")
 class TargetOfOppositeRank(VocabParallelCrossEntropy):
     """A rank takes its shard for that of the rank opposite, counted from the end, when it looks for the targets."""
 
@@ -198,7 +205,7 @@ class TargetOfOppositeRank(VocabParallelCrossEntropy):
     cross_entropy,
     "forward",
     origin="Megatron-LM: the smoothing coefficient is computed from the size of the partition",
-    diagnosis="a local statistic",
+    diagnosis="a wrong reduce op",
     module="output",
     ranks="",
 )

@@ -42,6 +42,7 @@ class RowsSummedInTheWorld(VocabParallelEmbedding):
     origin="Megatron-LM: a batch broadcast from rank 0 of the world instead of that of the TP group",
     module="output",
     ranks="all",
+    diagnosis="a wrong group",
 )
 class IdsFromTheFirstRankOfTheWorld(VocabParallelEmbedding):
     """Ids are broadcast from the world's first rank, so that another TP group looks up the first group's ids."""
@@ -79,6 +80,7 @@ class MaximumOverTheWorld(VocabParallelCrossEntropy):
     "forward",
     origin="losses normalised by a count of tokens over all data-parallel replicas, in one place too many",
     module="output",
+    diagnosis="a wrong group",
 )
 class TokensCountedInTheWorld(VocabParallelCrossEntropy):
     """The mean divides by the tokens per TP group on average over the world, instead of by this group's own."""
@@ -109,6 +111,7 @@ class SharedHeadsSummedInTheWorld(QKVParallelLinear):
     origin="ranks within the TP group computed as rank modulo TP degree: right for neighbours, not for every n-th rank",
     module="*",
     ranks="",
+    diagnosis="a wrong group or rank",
 )
 class PartOfRankModuloSize(ParallelGPT):
     """The rank within the TP group is taken to be the world's modulo the group's size, when positions are cut along the sequence."""

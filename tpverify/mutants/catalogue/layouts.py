@@ -116,6 +116,7 @@ add_mutant(
     story="Whether the sizes divide is asked of gate and up together, so that an odd ffn passes with two ranks.",
     origin="torchtitan: a fused gate|up of 2F rows admits TP degrees that divide 2F but not F",
     module="*",
+    diagnosis="to be refused",
 )
 
 
@@ -141,6 +142,7 @@ class JoinedBackwards(ColumnParallelLinear):
     "forward",
     origin="TransformerEngine: a gather along the last dimension by a primitive that concatenates along the first",
     module="output*",
+    diagnosis="to have the local shape",
 )
 class JoinedAlongTheFirstDimension(ColumnParallelLinear):
     """Features of different ranks become tokens."""
@@ -174,6 +176,7 @@ class JoinedAndReshaped(ColumnParallelLinear):
     "forward",
     origin="meshes whose ranks count down: the cut of the input goes by another order than the cut of the weight",
     module="output*",
+    diagnosis="in the wrong order",
 )
 class InputCutBackwards(RowParallelLinear):
     """A layer that cuts its input gives the first part to the last rank."""
@@ -246,6 +249,7 @@ class AllToAllTransposed(RowParallelLinear):
     origin="the common trick that gives a plain gather a gradient, the own part put back into the list, at index 0",
     module="output*",
     ranks="all but first",
+    diagnosis="holds the part of rank 0",
 )
 class OwnPartPutInFront(ColumnParallelLinear):
     """Each rank puts its own part, with its gradient, where the first rank's belongs."""
@@ -263,7 +267,7 @@ class OwnPartPutInFront(ColumnParallelLinear):
     column_parallel_linear,
     "forward",
     origin="PyTorch: uneven shards put together from the wrong columns, the padding of the first parts cut off at the end",
-    diagnosis="shifted rows",
+    diagnosis="masked or never written",
     module="output*",
 )
 class PaddingCutOffAtTheEnd(ColumnParallelLinear):

@@ -15,7 +15,7 @@ LOSSES = "hand-written parallel losses: the curve departs from that of one devic
 TOKENS = "OLMo-core, Megatron-LM: sums of losses divided by a local count of tokens, unequal where targets are ignored"
 
 
-@mutant("cross-entropy", cross_entropy, "vocabulary", origin=LOSSES, module="logits.grad", ranks="")
+@mutant("cross-entropy", cross_entropy, "vocabulary", origin=LOSSES, module="logits.grad", ranks="", diagnosis="ignored targets")
 class IgnoredTargetsCost(VocabParallelCrossEntropy):
     """An ignored target is a target that nobody owns: its token costs the logarithm of the sum, and pushes all logits down."""
 
@@ -151,6 +151,7 @@ class ExponentialsInBfloat16(VocabParallelCrossEntropy):
     "communication",
     origin="torchtitan, Hugging Face: logits gathered for an ordinary loss; the vocabulary travels at every step",
     module="",
+    diagnosis="no further collective",
 )
 class LogitsGathered(VocabParallelCrossEntropy):
     """The whole logits are gathered and every rank computes the ordinary loss: right, and [s, b, v] numbers travel."""
@@ -171,6 +172,7 @@ class LogitsGathered(VocabParallelCrossEntropy):
     "communication",
     origin="losses that prepare for every option: a collective whose result is multiplied by zero",
     module="",
+    diagnosis="no further collective",
 )
 class MeanLogitAlwaysSummed(VocabParallelCrossEntropy):
     """The mean logit is reduced without label smoothing too, where nobody needs it."""
@@ -188,6 +190,7 @@ class MeanLogitAlwaysSummed(VocabParallelCrossEntropy):
     origin="branches on the rank: two all_reduces of one shape that meet in another order; nothing hangs",
     module="",
     ranks="",
+    diagnosis="the order differs",
 )
 class SumsSwappedOnTheLastRank(VocabParallelCrossEntropy):
     """The last rank sends its target's logit before its sum of exponentials, and so each is added to the other."""
@@ -231,6 +234,7 @@ class RankWithoutTargetsLeaves(VocabParallelCrossEntropy):
     "buffers",
     origin="SkyRL, verl: a loss that changes the logits it was given, and what else was computed from them",
     module="",
+    diagnosis="to leave its input logits as it was",
 )
 class LogitsShiftedInPlace(VocabParallelCrossEntropy):
     """The largest logit is subtracted from the caller's own logits."""
@@ -249,6 +253,7 @@ class LogitsShiftedInPlace(VocabParallelCrossEntropy):
     origin="losses that mask targets in place: the next consumer of the batch sees other targets",
     module="",
     ranks="",
+    diagnosis="to leave its input targets as it was",
 )
 class TargetsMaskedInPlace(VocabParallelCrossEntropy):
     """Targets of other ranks are set to zero in the caller's own tensor."""
@@ -266,7 +271,7 @@ class TargetsMaskedInPlace(VocabParallelCrossEntropy):
     "forward",
     origin="losses normalised by the tokens of the first micro-batch",
     module="output (call 2)",
-    diagnosis="stale or never written",
+    diagnosis="stale data",
 )
 class CountOfTheFirstCall(VocabParallelCrossEntropy):
     """The mean of later calls divides by the tokens counted in the first."""
@@ -327,4 +332,5 @@ add_mutant(
     story="Every rank counts the classes of its shard from zero when it looks up their weights.",
     origin="PyTorch loss parallelism: class weights are sharded by another rule than logits; equal weights hide it",
     module="output",
+    diagnosis="is wrong for exactly ids",
 )

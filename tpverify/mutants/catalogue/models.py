@@ -20,7 +20,15 @@ from tpverify.subjects.subject import Subject
 DRIFT = "Megatron-LM, NeMo, Paddle: replicated parameters differ between ranks after the first step with sequence parallelism"
 
 
-@mutant("sequence parallel", gpt, "forward", origin="sequence parallelism with a rank that defaults to 0", module="blocks.0*", ranks="all")
+@mutant(
+    "sequence parallel",
+    gpt,
+    "forward",
+    origin="sequence parallelism with a rank that defaults to 0",
+    module="blocks.0*",
+    ranks="all",
+    diagnosis="holds the part of rank 0",
+)
 class PositionsOfTheFirstPart(ParallelGPT):
     """Every rank takes its part of the sequence for the first one, and adds the first positions."""
 
@@ -155,7 +163,12 @@ class BlocksBackwards(ParallelGPT):
 
 
 @mutant(
-    "normalisation", bert, "forward", origin="ports of BERT that normalise the word embeddings before token types are added", module="*"
+    "normalisation",
+    bert,
+    "forward",
+    origin="ports of BERT that normalise the word embeddings before token types are added",
+    module="*",
+    diagnosis="once too little",
 )
 class NormBeforeTokenTypes(ParallelBERT):
     """On several ranks token types are added after the norm of the embeddings."""
@@ -226,6 +239,7 @@ class PartsSideBySide(ParallelTransformerBlock):
     "communication",
     origin="sequence parallelism that re-joins the sequence between a block's parts: right, and as slow as without it",
     module="",
+    diagnosis="no further collective",
 )
 class SequenceJoinedBetween(ParallelTransformerBlock):
     """Under sequence parallelism the sequence is gathered and cut again between attention and feed-forward network."""

@@ -115,6 +115,7 @@ _norm_mutant(
     "forward",
     "The sum of squares is taken over all ranks, but divided by the features of one.",
     "mamba: one of two sizes is the local one, the other global",
+    diagnosis="a wrong reduce op",
 )
 _norm_mutant(
     "epsilon-once-per-rank",
@@ -167,7 +168,6 @@ _norm_mutant(
     "forward",
     origin="mamba, and norms whose hidden size is divided although activations are whole: one group per rank",
     module="norm*",
-    diagnosis="a local statistic",
 )
 class NormInOneGroupPerRank(nn.LayerNorm):
     """Hidden states are normalised in as many groups as there are ranks, each by its own mean and variance."""

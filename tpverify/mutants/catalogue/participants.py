@@ -104,6 +104,7 @@ class BroadcastFromGroupRank(ColumnParallelLinear):
     origin="tensor slices by global rank modulo TP size: right for consecutive ranks, wrong on a mesh with TP as the outer axis",
     module="output*",
     ranks="",
+    diagnosis="a wrong group or rank",
 )
 class PartOfGlobalRank(RowParallelLinear):
     """Which part of the input is whose goes by the global rank modulo the TP degree."""

@@ -72,7 +72,7 @@ class LastRankLeftOut(RowParallelLinear):
     row_parallel_linear,
     "forward",
     origin="hand-written ring all-reduces: each rank adds what it receives to an empty buffer and forgets its own part",
-    diagnosis=LEFT_OUT,
+    diagnosis="a missing all_reduce",
     module="output*",
 )
 class OwnPartLeftOut(RowParallelLinear):
@@ -90,6 +90,7 @@ class OwnPartLeftOut(RowParallelLinear):
     origin="pipelines that only read the result on rank 0: a reduce to the first rank where all need the sum",
     module="output*",
     ranks="all but first",
+    diagnosis="a wrong kind of collective",
 )
 class ReducedToTheFirstRank(RowParallelLinear):
     """The sum is sent to the first rank; the others keep their partial results."""
@@ -176,6 +177,7 @@ class ColumnGradientReducedTwice(ColumnParallelLinear):
     "input-gradient",
     origin="Megatron-LM, review of a fix for multi-latent attention: right without sequence parallelism, summed twice with it",
     module="x.grad*",
+    diagnosis="one reduction too many",
 )
 class CopiedBeforeTheGather(ParallelMLP):
     """Under sequence parallelism the input passes through f, although the gather's backward sums it already."""
@@ -211,6 +213,7 @@ class ReducedBeforeTheProduct(RowParallelLinear):
     "input-gradient",
     origin="fused column-parallel layers: the gradient of the output, not of the input, is summed; one all-reduce, as it should be",
     module="x.grad*",
+    diagnosis="one reduction too many",
 )
 class OutputGradientReduced(ColumnParallelLinear):
     """f stands behind the product: gradients of different output features are added up."""

@@ -47,6 +47,7 @@ class CutWithoutSum(RowParallelLinear):
     mlp,
     "communication",
     origin="layers that keep their all-reduce and slice afterwards: right, and twice the traffic that sequence parallelism promises",
+    diagnosis="a wrong kind of collective",
 )
 class ReducedThenCut(RowParallelLinear):
     """An all-reduce of the whole sequence, then a cut, where a reduce-scatter does both."""
@@ -144,6 +145,7 @@ class SequenceGradientAveraged(ColumnParallelLinear):
     "parameter-gradient",
     origin="reduce-scatters whose backward gathers what is at hand, the ranks' gradients in reverse",
     module="weight.grad*",
+    diagnosis="in another order",
 )
 class GradientGatheredBackwards(RowParallelLinear):
     """Backward of the reduce-scatter joins the ranks' tokens from the last rank to the first."""
@@ -163,6 +165,7 @@ class GradientGatheredBackwards(RowParallelLinear):
     "forward",
     origin="Megatron-Bridge adapters around sequence-parallel layers: the wrapper does not take over the flag, and nothing is gathered",
     module="fc1*",
+    diagnosis="a wrong kind of collective",
 )
 class GatherForgotten(ColumnParallelLinear):
     """Under sequence parallelism each rank repeats its own tokens where it should gather everybody's."""

@@ -17,7 +17,7 @@ from tpverify.subjects.mappings import apply, join_sequence, sum_and_cut_sequenc
 from tpverify.subjects.mlp import ParallelMLP, activate, mlp
 
 KIND = "state"
-STALE = "stale or never written"
+STALE = "stale"
 
 
 class _ProductOfTheLastInput(torch.autograd.Function):
@@ -60,7 +60,7 @@ class OutputBufferKept(RowParallelLinear):
     column_parallel_linear,
     "forward",
     origin="PyTorch sharding caches with an argument missing from the key; here the data, which is not in the shape",
-    diagnosis=STALE,
+    diagnosis="stale data",
     module="output*",
     communication=None,
 )
@@ -87,6 +87,7 @@ class GatherCachedByShape(ColumnParallelLinear):
     communication=None,
     origin="gpt-neox-style backward hooks registered in forward: one more with every micro-batch",
     module="bias.grad*",
+    diagnosis="stale data",
 )
 class HookInEveryForward(RowParallelLinear):
     """Every call registers another hook that sums the bias gradient over the ranks."""
@@ -105,6 +106,7 @@ class HookInEveryForward(RowParallelLinear):
     "parameter-gradient",
     origin="layers that save for backward on the module and not in the context: wrong as soon as two micro-batches are in flight",
     module="weight.grad*",
+    diagnosis="stale data",
 )
 class InputSavedOnTheModule(ColumnParallelLinear):
     """Backward multiplies with the input that the module saw last."""
@@ -122,6 +124,7 @@ class InputSavedOnTheModule(ColumnParallelLinear):
     "input-gradient",
     origin="persistent gradient buffers that are cleared by the optimizer and not between micro-batches",
     module="x*",
+    diagnosis="stale data",
 )
 class GradientBufferKept(ColumnParallelLinear):
     """The input gradient is added to a buffer that still holds the last call's."""
@@ -169,6 +172,7 @@ class GatherBufferShared(ColumnParallelLinear):
     "forward",
     origin="warm-up of communicators: the first call is answered before the symmetric buffers are registered",
     module="output*",
+    diagnosis="a missing all_reduce",
 )
 class FirstCallNotReduced(RowParallelLinear):
     """What the first call returns is not summed; all later ones are."""
@@ -208,7 +212,7 @@ class TwoBuffersInTurn(RowParallelLinear):
     mlp,
     "forward",
     origin="8-bit and transposed weight caches that are filled once and not refreshed after the optimizer's step",
-    diagnosis=STALE,
+    diagnosis="stale data",
     module="fc2*",
 )
 class WeightCopyKept(RowParallelLinear):

@@ -84,7 +84,7 @@ for _id, _change, _story, _origin, _diagnosis, _ranks in (
         _sum_over_ranks,
         "The table is taken for replicated, and its gradient summed over ranks that hold different rows.",
         "Megatron-LM: the all-reduce of shared embeddings meant for pipeline stages, over the wrong axis of the mesh",
-        "a wrong group",
+        "one reduction too many",
         "",
     ),
 ):
@@ -111,6 +111,7 @@ add_mutant(
     story="The head starts with a copy of the embedding's weight, so that the two part at the first step.",
     origin=COPIES,
     module="word.weight",
+    diagnosis="to be one parameter",
 )
 
 add_mutant(
@@ -123,6 +124,7 @@ add_mutant(
     origin="tying by a loader that runs on the rank that reads the checkpoint",
     module="word.weight",
     ranks="all but first",
+    diagnosis="to be one parameter",
 )
 
 add_mutant(

@@ -24,7 +24,7 @@ def reduced_by(op: Any, x: Tensor, group: Group) -> Tensor:
 ONE_ID = "hand-written vocabulary masks: single ids, first or last of a shard, are read as zero or as another id"
 
 
-@mutant("vocabulary", embedding, "vocabulary", origin=ONE_ID, module="*", ranks="")
+@mutant("vocabulary", embedding, "vocabulary", origin=ONE_ID, module="*", ranks="", diagnosis="contributes nothing to")
 class IdsFirstOfShardUnowned(VocabParallelEmbedding):
     """Ids are owned from above the start of a shard instead of from its start, so that nobody looks up the first id of a shard."""
 
@@ -32,7 +32,7 @@ class IdsFirstOfShardUnowned(VocabParallelEmbedding):
         return super()._owned(ids) & ((ids != self.shard.start) | (self.group.size() == 1))
 
 
-@mutant("vocabulary", embedding, "vocabulary", origin=ONE_ID, ranks="")
+@mutant("vocabulary", embedding, "vocabulary", origin=ONE_ID, ranks="", diagnosis="contributes nothing to")
 class IdsLastOfShardUnowned(VocabParallelEmbedding):
     """A shard's stop is taken for its last id minus one: nobody looks up the last id of a shard."""
 
@@ -40,7 +40,7 @@ class IdsLastOfShardUnowned(VocabParallelEmbedding):
         return super()._owned(ids) & ((ids != self.shard.stop - 1) | (self.group.size() == 1))
 
 
-@mutant("vocabulary", embedding, "vocabulary", origin=ONE_ID, ranks="")
+@mutant("vocabulary", embedding, "vocabulary", origin=ONE_ID, ranks="", diagnosis="exactly zero for ids of other ranks")
 class IdsOfTheNextShardOwned(VocabParallelEmbedding):
     """The stop of a shard counts as an id of its own: two ranks contribute to the first id of a shard, one of them from a row too far."""
 
@@ -58,6 +58,7 @@ class IdsOfTheNextShardOwned(VocabParallelEmbedding):
     "vocabulary",
     origin="first ports of the Megatron lookup: an embedding that shifts foreign ids to row 0 and forgets to blank what it finds there",
     ranks="",
+    diagnosis="the padding rows of weight.grad",
 )
 class ForeignRowsNotZeroed(VocabParallelEmbedding):
     """Ids of other ranks are looked up in row 0, and the rows found there go into the sum."""
@@ -88,6 +89,7 @@ class ForeignRowsTrained(VocabParallelEmbedding):
     origin="lookups that leave the padded tail of a table in reach of foreign ids: padding rows leave zero after the first step",
     module="weight.grad",
     ranks="",
+    diagnosis="the padding rows of weight.grad",
 )
 class PaddedRowsTrained(VocabParallelEmbedding):
     """Foreign ids are looked up in the last row, padding on some ranks, and only their values are blanked: padding rows are trained."""
@@ -106,6 +108,7 @@ class PaddedRowsTrained(VocabParallelEmbedding):
     "vocabulary",
     origin="TensorRT-LLM and others: ids that are negative after the shift by a shard's start pass, and wrap to the table's end",
     ranks="",
+    diagnosis="the padding rows of weight.grad",
 )
 class NegativeIndexWraps(VocabParallelEmbedding):
     """Only ids beyond the shard are blanked; those before it are negative indices, and give rows counted from the table's end."""
@@ -128,6 +131,7 @@ class NegativeIndexWraps(VocabParallelEmbedding):
     "vocabulary",
     origin="vocabularies that do not divide, in loaders of Hugging Face style: the last rows of the checkpoint belong to no rank",
     ranks="",
+    diagnosis="contributes nothing to",
 )
 class VocabularyRoundedDown(VocabParallelEmbedding):
     """Every rank owns vocab // world_size ids (floor where ceil is meant): the remainder belongs to nobody."""
@@ -141,7 +145,7 @@ class VocabularyRoundedDown(VocabParallelEmbedding):
     embedding,
     "vocabulary",
     origin="SGLang, vLLM: embedding and loader pad by different multiples, so that ids and rows no longer belong together",
-    diagnosis="shifted rows",
+    diagnosis="masked or never written",
     ranks="",
 )
 class StartOfUnpaddedShard(VocabParallelEmbedding):
@@ -182,6 +186,7 @@ class PaddingSkippedIfDivisible(VocabParallelEmbedding):
     "vocabulary",
     origin="MinivLLM: the mask of foreign ids is unsqueezed at the wrong place; an error for most shapes, silent where two sizes coincide",
     ranks="",
+    diagnosis="exactly zero for ids of other ranks",
 )
 class MaskAlongHidden(VocabParallelEmbedding):
     """The mask of [s, b] ids is broadcast as [s, 1, b]: it runs along the hidden dimension if that is as large as the batch."""
@@ -315,6 +320,7 @@ class FirstTokensEverywhere(VocabParallelEmbedding):
     "communication",
     origin="embeddings that gather their table at every step: correct, and slower by the size of the vocabulary",
     module="",
+    diagnosis="a wrong kind of collective",
 )
 class TableGathered(VocabParallelEmbedding):
     """The ranks' tables are joined and looked up whole, instead of summing the rows that each rank looked up."""

@@ -23,6 +23,7 @@ KIND = "waste"
     row_parallel_linear,
     "communication",
     origin="a sum for a debug statistic that stayed in the layer; one more message for every layer and step",
+    diagnosis="no further collective",
 )
 class ReducedInVain(RowParallelLinear):
     """Sums the partial results once more, for nobody."""
@@ -38,6 +39,7 @@ class ReducedInVain(RowParallelLinear):
     mlp,
     "communication",
     origin="blocks built from layers with gather_output=True in front of layers that cut their input again",
+    diagnosis="no further collective",
 )
 class GatheredBeforeTheActivation(ParallelMLP):
     """All features are rejoined between the two layers, where each rank needs its own only."""
@@ -56,6 +58,7 @@ class GatheredBeforeTheActivation(ParallelMLP):
     column_parallel_linear,
     "communication",
     origin="weights gathered as sharded data parallelism does, in layers that are tensor-parallel already",
+    diagnosis="no further collective",
 )
 class WeightGatheredThenSliced(ColumnParallelLinear):
     """Every rank gathers the whole weight, multiplies with all of it and keeps its own features."""
@@ -73,6 +76,7 @@ class WeightGatheredThenSliced(ColumnParallelLinear):
     mlp,
     "communication",
     origin="barriers that made a hang easier to find and were never taken out",
+    diagnosis="no further collective",
 )
 class BarrierInForward(RowParallelLinear):
     """All ranks meet before each reduction, which makes them meet anyway."""
@@ -88,6 +92,7 @@ class BarrierInForward(RowParallelLinear):
     row_parallel_linear,
     "communication",
     origin="chunked overlap without anything to overlap with: twice the latency",
+    diagnosis="no further collective",
 )
 class ReducedInHalves(RowParallelLinear):
     """The partial result is summed in two messages where one is enough."""
@@ -112,6 +117,7 @@ add_mutant(
     finalize_gradients=finalize_one_by_one,
     story="The gradients of norms and biases are summed one by one, a message for a few hundred numbers each.",
     origin="the first version of most sequence-parallel trainers; later ones coalesce",
+    diagnosis="split or gathered messages",
 )
 
 
