@@ -65,33 +65,34 @@ def _contributions(comparison: Comparison, described: Vocabulary) -> list[Findin
         return []
     owner = owners(described.size, layout, comparison.case.world_size)
     table = comparison.reference.ranks[0].parameters[names[0]].local
+    same_table = comparison.case.call_count == 1  # the first call's; between calls parameters change
     findings = []
     for rank, global_rank in enumerate(comparison.members):
         records = comparison.parallel.ledger.rank(global_rank).where(phase="forward", module=described.lookup)
         payloads = [record for record in records if record.payload and record.kind in ("all_reduce", "reduce_scatter")]
         if payloads and table is not None:
-            text = _wrong_contribution(payloads[0], ids, table, owner, rank)
+            text = _wrong_contribution(payloads[0], ids, table, owner, rank, same_table)
             if text:
                 findings.append(Finding((rank,), described.ids, text))
     return findings
 
 
-def _wrong_contribution(record: Record, ids: torch.Tensor, table: torch.Tensor, owner: list[list[int]], rank: int) -> str:
+def _wrong_contribution(record: Record, ids: torch.Tensor, table: torch.Tensor, owner: list[list[int]], rank: int, same_table: bool) -> str:
     payload: torch.Tensor = record.payload[0]
     if payload.dim() < 1 or payload.shape[-1] == 0 or payload.numel() // payload.shape[-1] != ids.numel():
         return ""
     rows = payload.reshape(-1, payload.shape[-1])
     # Activations may be [batch, seq] or [seq, batch]: ids must fit in one of the two orders.
     orders = [ids.reshape(-1)] + ([ids.transpose(0, 1).reshape(-1)] if ids.dim() == 2 else [])
-    texts = [_wrong_rows(rows, order, table, owner, rank) for order in orders]
+    texts = [_wrong_rows(rows, order, table, owner, rank, same_table) for order in orders]
     return "" if not all(texts) else texts[0 if payload.shape[:-1] == ids.shape else -1]
 
 
-def _wrong_rows(rows: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, owner: list[list[int]], rank: int) -> str:
+def _wrong_rows(rows: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, owner: list[list[int]], rank: int, same_table: bool) -> str:
     own = torch.tensor([rank in owner[identity] for identity in ids.tolist()], dtype=torch.bool)
     silent = rows[own].eq(0).all(-1) & table[ids[own]].ne(0).any(-1)
     foreign = rows[~own].ne(0).any(-1)
-    texts = [_misread(rows[own], ids[own], table, rank)] if bool(own.any()) else []
+    texts = [_misread(rows[own], ids[own], table, rank)] if same_table and bool(own.any()) else []
     if bool(foreign.any()):
         texts.append(
             f"Expected rank {rank} to contribute exactly zero for ids of other ranks but it contributes to {_ids(ids[~own][foreign])}"
