@@ -138,6 +138,7 @@ class Calls:
         self.changed_outputs: list[str] = []
         self.submodules: dict[str, ModuleCall] = {}
         self._device = torch.get_default_device().type
+        self._buffers = self._read_buffers()
         self._before = [{name: leaf.detach().clone() for name, leaf in of_call.items()} for of_call in leaves]
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
         self._returned: dict[str, torch.Tensor] = {}
@@ -174,6 +175,17 @@ class Calls:
             if not torch.equal(self.leaves[call][name].detach(), value)
         )
 
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that have other values than before the first call, by name."""
+        return {
+            name: buffer
+            for name, buffer in self._read_buffers().items()
+            if name not in self._buffers or not bitwise_equal(buffer, self._buffers[name])
+        }
+
+    def _read_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: modules.on_host(modules.local_of(buffer)) for name, buffer in self.module.named_buffers()}
+
     def collect(self, logical: Logical, placements: Mapping[str, Placement]) -> RankRun:
         """What all calls together came to.
 
@@ -196,6 +208,7 @@ class Calls:
             ties=modules.ties(self.module),
             changed_inputs=self.changed_inputs(),
             changed_outputs=tuple(self.changed_outputs),
+            buffers=self._read_buffers(),
             calls=self.submodules,
         )
 

@@ -49,11 +49,12 @@ class RankRun:
     Attributes:
         outputs: by label: ``output``, or ``output[0]``, ``output[key]`` for structures; ``output (call 2)`` from the second call on.
         input_gradients: by input name, ``x (call 2)`` from the second call on; inputs that require a gradient only.
-        parameters: values by parameter name, as the harness loaded them.
+        parameters: values by parameter name after the run: as the harness loaded them, if the module does not change them.
         parameter_gradients: by parameter name, after ``finalize_gradients``; a tied parameter stands under each of its names.
         ties: groups of parameter names that are one and the same parameter object.
         changed_inputs: names of the inputs that the module wrote to.
         changed_outputs: labels of the outputs that had another value when their backward was done than when forward returned.
+        buffers: by name, the module's buffers after the run; of the reference, those that it changed.
         calls: traced runs only: the first call of every submodule, by path, in order of the calls' starts.
     """
 
@@ -64,6 +65,7 @@ class RankRun:
     ties: tuple[tuple[str, ...], ...] = ()
     changed_inputs: tuple[str, ...] = ()
     changed_outputs: tuple[str, ...] = ()
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: dict[str, ModuleCall] = field(default_factory=dict)
 
 

@@ -148,6 +148,7 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool, device
         raise SubjectError(f"Expected the reference of {subject.name} to run but it raised {raised}") from error
     names = modules.named_parameters(module)
     held = calls.collect(logical, dict.fromkeys(names, Placement(Replicate())))
+    held.buffers = calls.changed_buffers()
     run = Run([held], Ledger(()), inputs=logical.labelled_inputs, uses=uses)
     run.random = calls.random
     run.depth = max(2 + sum(1 for _ in module.modules()), calls.depth)

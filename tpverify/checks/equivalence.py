@@ -7,6 +7,8 @@ import torch
 from tpverify.checks.finding import Finding, compare_placed, gradient_scale, is_finite, parts_of, started_backward
 from tpverify.checks.inside import modules_at_fault, modules_at_fault_in_backward
 from tpverify.run import Comparison, Placed
+from tpverify.sharding import shard
+from tpverify.trace import guess_layout
 
 
 def forward(comparison: Comparison) -> list[Finding] | None:
@@ -26,7 +28,38 @@ def forward(comparison: Comparison) -> list[Finding] | None:
         assert placed.local is not None
         actual = parts_of(comparison, lambda rank: comparison.parallel.ranks[rank].outputs, label)
         findings += compare_placed(comparison, label, placed.local, actual)
-    return findings + modules_at_fault(comparison) if findings else findings
+    return findings + modules_at_fault(comparison) if findings else _state(comparison)
+
+
+def _state(comparison: Comparison) -> list[Finding]:
+    """What is left in the module: parameters, which most modules leave alone, and the buffers that the reference changes.
+
+    In half precision there is nothing that says how far these may be off.
+    """
+    if comparison.reference.oracle is not None:
+        return []
+    findings: list[Finding] = []
+    ranks = comparison.parallel.ranks
+    for name, placed in comparison.reference.ranks[0].parameters.items():
+        actual = parts_of(comparison, lambda rank: ranks[rank].parameters, name)
+        if placed.local is not None and actual and not _as_loaded(comparison, placed.local, actual):
+            findings += compare_placed(comparison, f"{name} after the run", placed.local, actual)
+    for name, expected in comparison.reference.ranks[0].buffers.items():
+        held = {rank: run.buffers[name] for rank, run in enumerate(ranks) if name in run.buffers}
+        layout = guess_layout(expected.shape, held[0].shape, len(ranks)) if len(held) == len(ranks) else None
+        if layout is not None and all(buffer.shape == held[0].shape and buffer.dtype == expected.dtype for buffer in held.values()):
+            label = f"buffer {name} after the run"
+            findings += compare_placed(comparison, label, expected, {rank: Placed(buffer, layout) for rank, buffer in held.items()})
+    return findings
+
+
+def _as_loaded(comparison: Comparison, expected: torch.Tensor, actual: dict[int, Placed]) -> bool:
+    """Whether all ranks still hold exactly their parts of it."""
+    size = comparison.case.world_size
+    return all(
+        placed.local is not None and torch.equal(placed.local, shard(expected, placed.layout, rank, size))
+        for rank, placed in actual.items()
+    )
 
 
 def input_gradient(comparison: Comparison) -> list[Finding] | None:
