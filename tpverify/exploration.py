@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import hypothesis
@@ -57,6 +58,11 @@ class _Enough(Exception):
 
 class _Shown(Exception):
     """The case shows the failure that is being shrunk."""
+
+
+def _meaning(violation: Violation) -> str:
+    """The end of a diagnosis, which says what fits."""
+    return violation.diagnosis.rpartition(": ")[2]
 
 
 class Explorer:
@@ -167,7 +173,9 @@ class Explorer:
         told = [] if is_explained(violation) else self._told(key_of(violation))
         if not told:
             return violation
-        first = min(told, key=lambda other: (other.world_size, len(other.case), other.case))
+        commonest = Counter(_meaning(other) for other in told).most_common(1)[0][0]
+        alike = [other for other in told if _meaning(other) == commonest]
+        first = min(alike, key=lambda other: (other.world_size, len(other.case), other.case))
         larger = f"{first.diagnosis} (in a larger case, of world size {first.world_size})"
         return dataclasses.replace(violation, diagnosis="; ".join(filter(None, (violation.diagnosis, larger))))
 

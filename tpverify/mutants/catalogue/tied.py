@@ -149,7 +149,7 @@ class HeadUseLost(VocabParallelHead):
         return with_bias(column_parallel_product(x, weight, self.group, self.sequence_parallel), self.bias)
 
 
-@mutant("tied", gpt, "tied", origin=USES, diagnosis="as word.weight is missing", module="word.weight.grad")
+@mutant("tied", gpt, "tied", origin=USES, diagnosis="a detached branch", module="word.weight.grad")
 class LookupUseLost(VocabParallelEmbedding):
     """On several ranks the lookup is detached: only the head trains the table."""
 
@@ -163,7 +163,7 @@ class LookupUseLost(VocabParallelEmbedding):
     gpt,
     "tied",
     origin="fused heads with a backward of their own: the weight's gradient exists in the path without sequence parallelism only",
-    diagnosis="as head.weight is missing",
+    diagnosis="a detached branch",
     module="word.weight.grad",
 )
 class HeadUseLostUnderSequenceParallelism(VocabParallelHead):
