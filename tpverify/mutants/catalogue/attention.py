@@ -1,4 +1,4 @@
-"""Planted bugs of attention: which heads a rank has, how Q|K|V lie, and who shares a key-value head's gradient."""
+"""Planted bugs of attention: which heads a rank has, and how Q|K|V lie."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis.strategies import SearchStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpverify.mutants.mutant import add_mutant, mutant
 from tpverify.sharding import Shard
-from tpverify.subjects.attention import ParallelAttention, QKVParallelLinear
+from tpverify.subjects.attention import ParallelAttention
 from tpverify.subjects.attention_subject import AttentionConfig, attention, attention_placements
-from tpverify.subjects.mappings import copy_to_region, gather_from_region, scatter_to_region
+from tpverify.subjects.mappings import gather_from_region, scatter_to_region
 
-FEW_KEYS = "Megatron-LM, multi-query: training explodes after some thousand steps at TP > 1; one device is fine"
 LAYOUT = "DeepSpeed AutoTP, Automodel: fused projections of unknown order, cut as if they were one matrix; text is fluent nonsense"
 
 
@@ -25,120 +23,6 @@ def configs_with(world_size: int, **changes: Any) -> SearchStrategy[AttentionCon
     """Configs of attention, some fields of which are fixed."""
     assert callable(attention.configs)
     return attention.configs(world_size).map(lambda config: replace(config, **changes))
-
-
-@mutant("replicated gradient", attention, "replication", origin=FEW_KEYS, module="qkv.*.grad*", diagnosis="a missing all_reduce", ranks="")
-class SharedHeadsNotReduced(QKVParallelLinear):
-    """Ranks that hold the same key-value head keep their own part of its gradient."""
-
-    def _share(self, parameter: Tensor) -> Tensor:
-        return parameter
-
-
-@mutant(
-    "replicated gradient",
-    attention,
-    "parameter-gradient",
-    origin="Megatron-LM: the reduction of shared key-value gradients covers weights and forgets biases, which drift apart",
-    module="qkv.bias.grad",
-    diagnosis="a missing all_reduce",
-    ranks="",
-)
-class SharedBiasNotReduced(QKVParallelLinear):
-    """Of a shared key-value head only the weight's gradient is summed over the ranks that hold it."""
-
-    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias."""
-        return self._share(self.weight), self.bias
-
-
-@mutant(
-    "replicated gradient", attention, "parameter-gradient", origin=FEW_KEYS, module="qkv.*.grad", ranks="", diagnosis="a missing all_reduce"
-)
-class SharedValuesNotReduced(QKVParallelLinear):
-    """Of a shared head only the key's gradient is summed; the value's is forgotten."""
-
-    def _share(self, parameter: Tensor) -> Tensor:
-        values = self.kv_heads * self.head_dim
-        return torch.cat([super()._share(parameter)[:-values], parameter[-values:]])
-
-
-@mutant("heads", attention, "parameter-gradient", origin=FEW_KEYS, module="qkv.*.grad", ranks="", diagnosis="one reduction too many")
-class SharedHeadsReducedTwice(QKVParallelLinear):
-    """The gradient of a shared key-value head is summed over the ranks that hold it, and then once more."""
-
-    def _share(self, parameter: Tensor) -> Tensor:
-        return super()._share(super()._share(parameter))
-
-
-@mutant(
-    "scale",
-    attention,
-    "parameter-gradient",
-    origin="Automodel: replicas are averaged although each holds a summand",
-    module="qkv.*.grad",
-    ranks="",
-    diagnosis="a missing all_reduce",
-)
-class SharedHeadsAveraged(QKVParallelLinear):
-    """The gradient of a shared key-value head is the mean over the ranks that hold it, as if each had computed the whole."""
-
-    def _share(self, parameter: Tensor) -> Tensor:
-        if self.kv_group is None:
-            return parameter
-        size = self.kv_group.size()
-        query = parameter[: self.heads * self.head_dim]
-        shared = parameter[len(query) :]
-        return torch.cat([query, copy_to_region(shared.detach() + (shared - shared.detach()) / size, self.kv_group)])
-
-
-@mutant(
-    "wrong group",
-    attention,
-    "parameter-gradient",
-    origin="head replication with two layouts in use at once: neighbours here, every n-th rank there",
-    module="qkv.*.grad",
-    diagnosis="a wrong group",
-    ranks="",
-)
-class HeadsSharedByEveryNthRank(QKVParallelLinear):
-    """Neighbours hold the same key-value head, but its gradient is summed over every n-th rank, which hold other heads."""
-
-    def _share(self, parameter: Tensor) -> Tensor:
-        if self.kv_group is None or self.kv_group.size() == self.group.size():
-            return super()._share(parameter)
-        if not hasattr(self, "_strided"):
-            step = self.group.size() // self.kv_group.size()
-            ranks = dist.get_process_group_ranks(self.group)[self.group.rank() % step :: step]
-            self._strided = dist.new_group(ranks, use_local_synchronization=True)
-        query = self.heads * self.head_dim
-        return torch.cat([parameter[:query], copy_to_region(parameter[query:], self._strided)])
-
-
-def shared_by_group_ranks(config: AttentionConfig) -> nn.Module:
-    """Attention whose ranks take their number within the TP group for their number in the world."""
-    module: Any = attention.parallel(config)
-    if module.qkv.kv_group is not None:
-        sharing = module.qkv.kv_group.size()
-        start = module.qkv.group.rank() // sharing * sharing
-        ranks = list(range(start, start + sharing))
-        module.qkv.kv_group = dist.new_group(ranks, use_local_synchronization=True) if dist.get_rank() in ranks else None
-    return module  # type: ignore[no-any-return]
-
-
-add_mutant(
-    "heads-shared-by-group-ranks",
-    "wrong group",
-    attention,
-    "parameter-gradient",
-    parallel=shared_by_group_ranks,
-    configs=lambda world_size: configs_with(world_size, kv_heads=1),
-    story="The group that shares a key-value head is built from ranks within the TP group, which are taken for global ones.",
-    origin="Megatron-LM, DeepSpeed: group ranks and global ranks confused; fine as long as the TP group is the world",
-    diagnosis="a wrong group",
-    module="qkv.*.grad",
-    ranks="",
-)
 
 
 @mutant("fused layout", attention, "forward", origin=LAYOUT, module="proj", ranks="all")
@@ -303,21 +187,6 @@ class TokensTakenForHeads(ParallelAttention):
 
     def _join(self, context: Tensor) -> Tensor:
         return super()._join(context.transpose(1, 2) if context.shape[1] == context.shape[2] else context)
-
-
-@mutant(
-    "conditional",
-    attention,
-    "parameter-gradient",
-    origin="code that tests for multi-query by the local number of heads",
-    module="qkv.*.grad",
-    ranks="",
-)
-class SharingOnlyForMultiQuery(QKVParallelLinear):
-    """Gradients of shared heads are summed if there is one key-value head in all, and not if each rank's one head is shared by some."""
-
-    def _share(self, parameter: Tensor) -> Tensor:
-        return super()._share(parameter) if self.kv_group is self.group else parameter
 
 
 @mutant(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tpverify.mutants.catalogue import addends, cross_entropy, heads, reductions, scales, sequence, tied, vocabulary
+from tpverify.mutants.catalogue import addends, cross_entropy, reductions, scales, sequence, shared_heads, tied, vocabulary
 from tpverify.mutants.mutant import add_again
 
-FILES = (addends, cross_entropy, heads, reductions, scales, sequence, tied, vocabulary)
+FILES = (addends, cross_entropy, reductions, scales, sequence, shared_heads, tied, vocabulary)
 """Where they are defined."""
 
 IN_BFLOAT16 = {
