@@ -22,7 +22,7 @@ from tpverify.runner import run_both
 from tpverify.sharding import Replicate, Shard
 from tpverify.strategies import cases
 from tpverify.subjects.subject import Collective, Input, Subject
-from tpverify.verification import builtin_subjects, typical_case
+from tpverify.verification import builtin_subjects, read_case, typical_case
 
 AGAIN = [calls for calls in CALLS if calls != "once"]
 SUBJECTS = ["column_parallel_linear", "row_parallel_linear", "mlp", "vocab_parallel_embedding", "vocab_parallel_cross_entropy", "gpt"]
@@ -313,3 +313,10 @@ def test_processes_make_the_same_calls(world: ProcessWorld, calls: str) -> None:
             torch.testing.assert_close(placed.local, theirs.outputs[label].local)
         for name, placed in ours.parameter_gradients.items():
             torch.testing.assert_close(placed.local, theirs.parameter_gradients[name].local)
+
+
+def test_a_module_that_is_wrong_in_a_later_call_is_named() -> None:
+    subject, case = read_case("Case('tpverify.mutants:weight_copy_kept', MLPConfig(ffn=2), world_size=2, calls='twice')")
+    found = tpv.check_case(subject, case)
+    assert ("forward", "fc2") in [(violation.check, violation.tensor) for violation in found]
+    assert "if the module is called once only" in found[0].diagnosis

@@ -41,12 +41,12 @@ def is_rejected(subject: Subject, case: Case) -> bool:
     return subject.rejects is not None and subject.rejects(case.config, case.world_size)
 
 
-def program_of(subject: Subject, case: Case, logical: Mapping[int, Logical], traced: bool, device: str) -> Callable[[], RankRun]:
+def program_of(subject: Subject, case: Case, logical: Mapping[int, Logical], traced: int, device: str) -> Callable[[], RankRun]:
     """What every rank runs, once ``torch.distributed`` is there.
 
     Args:
         logical: what the ranks of each TP group start from, by the group's index.
-        traced: whether to capture the first call of every submodule.
+        traced: the call, from 1, in which to capture the first call of every submodule; 0 = in none.
         device: where the ranks compute, unless a process of their own has decided that.
     """
     layouts = group_layouts(case)
@@ -64,7 +64,7 @@ def program_of(subject: Subject, case: Case, logical: Mapping[int, Logical], tra
     return program
 
 
-def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: bool) -> RankRun:
+def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: int) -> RankRun:
     """One rank's program for a case that must be refused: build, and run forward if the inputs can be cut at all."""
     module = subject.parallel(case.config)
     with contextlib.suppress(SubjectError):
@@ -72,7 +72,7 @@ def try_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: 
     return RankRun()
 
 
-def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: bool) -> RankRun:
+def run_rank(subject: Subject, case: Case, logical: Logical, rank: int, traced: int) -> RankRun:
     """One rank's program: build, load, forward, backward, finalise, collect."""
     size = case.world_size
     module = checked_module("parallel", subject.parallel(case.config))
@@ -124,10 +124,10 @@ class Calls:
     Args:
         leaves: of each call, the inputs by name.
         layout: memory layout of the cotangents.
-        traced: whether to capture the first call of every submodule.
+        traced: the call, from 1, in which to capture the first call of every submodule; 0 = in none.
     """
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Mapping[str, torch.Tensor]], layout: str, traced: bool) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Mapping[str, torch.Tensor]], layout: str, traced: int) -> None:
         self.module = module
         self.leaves = leaves
         self.layout = layout
@@ -146,7 +146,7 @@ class Calls:
     def forward(self, call: int) -> dict[str, torch.Tensor]:
         """The outputs of the call, by label."""
         before = random_state(self._device)
-        with tracing(self.module, self.submodules) if self.traced and not call else contextlib.nullcontext():
+        with tracing(self.module, self.submodules) if self.traced == call + 1 else contextlib.nullcontext():
             self._pending[call] = modules.named_tensors(self.module(*self.leaves[call].values()))
         after = random_state(self._device)
         self.random = self.random or not all(map(torch.equal, before, after))

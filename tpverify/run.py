@@ -55,7 +55,7 @@ class RankRun:
         changed_inputs: names of the inputs that the module wrote to.
         changed_outputs: labels of the outputs that had another value when their backward was done than when forward returned.
         buffers: by name, the module's buffers after the run; of the reference, those that it changed.
-        calls: traced runs only: the first call of every submodule, by path, in order of the calls' starts.
+        calls: traced runs only: the first call of every submodule in the traced call, by path, in order of the calls' starts.
     """
 
     outputs: dict[str, Placed] = field(default_factory=dict)

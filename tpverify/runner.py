@@ -51,7 +51,7 @@ def run_both(
     case: Case,
     timeout: float = CASE_TIMEOUT,
     *,
-    traced: bool = False,
+    traced: int = 0,
     schedule: int | None = None,
     reduction_order: str = "rank",
     world: World | None = None,
@@ -63,7 +63,7 @@ def run_both(
 
     Args:
         timeout: seconds for all ranks together.
-        traced: whether to capture what goes into and comes out of every submodule.
+        traced: the call, from 1, in which to capture what goes into and comes out of every submodule; 0 = in none.
         schedule, reduction_order: see :func:`tpverify.simulate`; correct code does not depend on them, but for rounding.
         world: what executes the ranks; None = the simulator.
         perturb: changes what collectives hand to their ranks, in the simulator; see :class:`tpverify.simulator.exchange.Exchange`.
@@ -106,7 +106,8 @@ def run_both(
             parallel = _group_run(members, results, ledger, failure)
             if traced and parallel.ranks and side.run.ranks:
                 with on_device(device):
-                    modules.load_logical(side.module, side.logical.parameters)  # as they were in the call that was traced
+                    stepped = traced > 1 and case.calls == "twice"  # as they were in the call that was traced
+                    modules.load_logical(side.module, side.logical.stepped if stepped else side.logical.parameters)
                     side.run.replayed = replay(side.module, side.run.ranks[0].calls, parallel.ranks)
             comparisons.append(Comparison(subject, case, side.run, parallel, members))
     return tuple(comparisons)
@@ -120,12 +121,12 @@ def _within(around: Callable[[], AbstractContextManager[Any]], program: Callable
     return surrounded
 
 
-def run_reference(subject: Subject, case: Case, group: int, traced: bool, device: str = CPU, dtype: torch.dtype | None = None) -> Reference:
+def run_reference(subject: Subject, case: Case, group: int, traced: int, device: str = CPU, dtype: torch.dtype | None = None) -> Reference:
     """Run the reference on logical tensors drawn from the case's seed.
 
     Args:
         group: index of the TP group.
-        traced: whether to capture what goes into and comes out of every submodule.
+        traced: the call, from 1, in which to capture what goes into and comes out of every submodule; 0 = in none.
         device: where it computes; what it produced comes back to the CPU.
         dtype: in which it computes; None = the working dtype, to which values are rounded in any case.
 
@@ -157,7 +158,7 @@ def run_reference(subject: Subject, case: Case, group: int, traced: bool, device
     return Reference(module, logical, run)
 
 
-def _reference_side(subject: Subject, case: Case, group: int, traced: bool, device: str) -> Reference:
+def _reference_side(subject: Subject, case: Case, group: int, traced: int, device: str) -> Reference:
     if is_rejected(subject, case):
         return _unrun_reference(subject, case, group)
     side = run_reference(subject, case, group, traced, device)
@@ -180,7 +181,7 @@ def _is_exact(subject: Subject, case: Case, group: int, device: str) -> bool:
     return all(placed.local is None or not placed.local.numel() or float(placed.local.abs().max()) < most for placed in held)
 
 
-def _reference_sides(subject: Subject, case: Case, groups: int, traced: bool, device: str) -> tuple[Case, list[Reference]]:
+def _reference_sides(subject: Subject, case: Case, groups: int, traced: int, device: str) -> tuple[Case, list[Reference]]:
     """The reference of every TP group, and the case as it can be run: a reference need not take every memory layout."""
     try:
         return case, [_reference_side(subject, case, group, traced, device) for group in range(groups)]
@@ -203,7 +204,7 @@ def _precision_hint(dtype: torch.dtype, error: BaseException) -> str:
     return f" (inputs are {dtype}: see Subject.precision and Subject.dtypes)" if "dtype" in str(error) or "mplemented" in str(error) else ""
 
 
-def rank_program(subject: Subject, case: Case, rank: int, traced: bool) -> Callable[[], RankRun]:
+def rank_program(subject: Subject, case: Case, rank: int, traced: int) -> Callable[[], RankRun]:
     """What one rank runs where ranks share nothing: the logical tensors of its own TP group are drawn here once more.
 
     Args:
@@ -247,7 +248,7 @@ def _uses(module: nn.Module, subject: Subject, case: Case, logical: Logical) -> 
     return {name: modules.on_host(gradient) for name in tied if (gradient := untied[name].grad) is not None}
 
 
-def capture_of(subject: Subject, case: Case, traced: bool) -> Capture | None:
+def capture_of(subject: Subject, case: Case, traced: int) -> Capture | None:
     """Keep what ranks contribute to sums, for those who look at it: of vocabulary lookups, of all in half precision, or to explain."""
     if traced or case.dtype in HALF:
         kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all") if traced else ("all_reduce", "reduce_scatter")

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shlex
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tpverify.case import Case, without_call
@@ -151,11 +151,11 @@ class Session:
 
     def _execute(self, case: Case) -> tuple[Violation, ...]:
         largest: dict[str, float] | None = {} if self.measure else None
-        found, applied = self._compare(case, traced=False, largest=largest)
+        found, applied = self._compare(case, traced=0, largest=largest)
         if not self.hasty and any(name in NUMERIC for name, _ in found):
             # Once more, into every module and with the case's own sensitivity: both are worth their time now.
             largest = {} if self.measure else None
-            found, applied = self._compare(case, traced=True, largest=largest)
+            found, applied = self._compare(case, traced=_first_wrong_call(found), largest=largest)
         for name, ratio in (largest or {}).items():
             self.largest[name, case.dtype] = max(ratio, self.largest.get((name, case.dtype), 0.0))
         self.cases_run += 1
@@ -166,7 +166,7 @@ class Session:
         self.rejected += "rejection" in applied and not found
         return tuple(violation(self.subject, case, name, finding) for name, finding in found)
 
-    def _compare(self, case: Case, *, traced: bool, largest: dict[str, float] | None) -> tuple[dict[tuple[str, Finding], None], set[str]]:
+    def _compare(self, case: Case, *, traced: int, largest: dict[str, float] | None) -> tuple[dict[tuple[str, Finding], None], set[str]]:
         """All findings, in the checks' order, and the checks that had something to look at."""
         found: dict[tuple[str, Finding], None] = {}
         applied: set[str] = set()
@@ -197,6 +197,12 @@ class Session:
 def _circumstances_shared(case: Case, other: Case) -> int:
     names = ("groups", "values", "layout", "calls", "dtype")
     return sum(getattr(case, name) == getattr(other, name) for name in names)
+
+
+def _first_wrong_call(found: Iterable[tuple[str, Finding]]) -> int:
+    """The first call, from 1, in which a tensor is wrong that belongs to one call; 1 if none does."""
+    calls = [re.search(r"\(call (\d+)\)", finding.tensor) for name, finding in found if name in ("forward", "input-gradient")]
+    return min((int(call[1]) if call else 1 for call in calls), default=1)
 
 
 def is_explained(violation: Violation) -> bool:

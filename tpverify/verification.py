@@ -195,7 +195,8 @@ def property_test(
     # The first operation of a process takes seconds, so no deadline fits; the report explains, so Hypothesis need not trace lines.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
     unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
-    driven = unhurried(given(cases(session.subject, allowed, dtypes=dtypes))(holds))
+    most_ranks = None if session.world is None else session.world.most_ranks
+    driven = unhurried(given(cases(session.subject, allowed, most_ranks, dtypes))(holds))
 
     def test() -> None:
         __tracebackhide__ = True

@@ -29,11 +29,11 @@ class World(Protocol):
             CaseError: there may not; the message says why.
         """
 
-    def run(self, subject: Subject, case: Case, *, traced: bool, timeout: float) -> WorldRun:
+    def run(self, subject: Subject, case: Case, *, traced: int, timeout: float) -> WorldRun:
         """Run the parallel side of a case.
 
         Args:
-            traced: whether to capture what goes into and comes out of every submodule.
+            traced: the call, from 1, in which to capture what goes into and comes out of every submodule; 0 = in none.
             timeout: seconds for all ranks together.
 
         Raises:

@@ -67,7 +67,7 @@ class ProcessWorld:
         """Process id of the ranks' parent, if there is one."""
         return self._pool.launcher_pid
 
-    def run(self, subject: Subject, case: Case, *, traced: bool, timeout: float) -> WorldRun:
+    def run(self, subject: Subject, case: Case, *, traced: int, timeout: float) -> WorldRun:
         """Run the parallel side of a case; see :class:`tpverify.world.World`."""
         text = _sendable(subject, case)
         world_size = sum(map(len, group_layouts(case)))

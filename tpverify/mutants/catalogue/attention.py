@@ -243,7 +243,7 @@ class KeysFromCache(ParallelAttention):
     attention,
     "forward",
     origin="key-value caches that outlive a micro-batch",
-    module="output (call 2)",
+    module="proj",
     diagnosis="stale data",
 )
 class KeysOfTheFirstCall(ParallelAttention):

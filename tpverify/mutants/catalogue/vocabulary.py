@@ -356,7 +356,7 @@ class RankWithoutIdsLeaves(VocabParallelEmbedding):
     "forward",
     origin="lookups that keep the mask of the first micro-batch: training goes wrong from the second one on",
     diagnosis="stale or never written",
-    module="output (call 2)",
+    module="output*",
     ranks="",
 )
 class MaskOfTheFirstCall(VocabParallelEmbedding):
