@@ -25,6 +25,7 @@ VIOLATION = Violation("forward", "layer", 2, (0, 1), "output", "Expected output 
 def mutant(id: str, **fields: Any) -> Mutant:
     """A mutant of which nothing is run."""
     about = {"kind": "scale", "story": f"The story of {id}.", "origin": "somewhere", "base": "row_parallel_linear", "check": "forward"}
+    about |= {"diagnosis": "one reduction too many", "module": "weight"}
     return Mutant(id=id, subject=row_parallel_linear, **{**about, **fields})
 
 
@@ -83,7 +84,7 @@ def test_all_killed_is_passed() -> None:
     assert done.passed and done.score == 1.0
     assert score_line(done) == (
         "2 of 2 mutants killed by their named check (100.0 %), 1 equivalent, 1 kind; 1 of 1 correct subjects unflagged; "
-        "named: layer 100 %, ranks 100 %, pattern 100 %"
+        "named: layer 100 % of 2, ranks 100 % of 2, pattern 100 % of 2"
     )
     assert "  same (3 cases): The story of same. It adds zero." in text(done)
 
@@ -98,8 +99,8 @@ def test_all_killed_is_passed() -> None:
         (campaign(fate("a"), passes=(passed(cases=0),)), "control: nothing was checked"),
         (campaign(fate("a"), troubles=(Trouble("b", "KeyError: 'x'"),)), "b: KeyError: 'x'"),
         (campaign(fate("a", ratio=4.0)), "forward in float64: 8; a has 4 times the bound, correct code 0.5"),
-        (campaign(fate("a", pattern=False)), "a: expected '' but got 'one division too many'"),
-        (campaign(fate("a", layer=False)), "a: expected '*' but got output"),
+        (campaign(fate("a", pattern=False)), "a: expected 'one reduction too many' but got 'one division too many'"),
+        (campaign(fate("a", layer=False)), "a: expected 'weight' but got output"),
         (campaign(fate("a", ranks=False)), "a: expected all of 2 ranks but got output 0, 1"),
     ],
     ids=["survivor", "wrong check", "refuted", "flagged", "nothing checked", "trouble", "narrow", "pattern", "layer", "ranks"],
@@ -113,6 +114,19 @@ def test_each_way_to_fail_fails_and_is_told(done: Campaign, says: str) -> None:
 def test_of_a_few_mutants_one_may_go_unnamed() -> None:
     done = dataclasses.replace(campaign(fate("a", pattern=False)), whole=False)
     assert done.passed and done.named("pattern") == 0.0
+
+
+def test_what_cannot_be_stated_does_not_count() -> None:
+    unstated = mutant("b", diagnosis="")
+    done = campaign(fate("a", pattern=False), fate("b"), mutants=(unstated,))
+    assert done.named("pattern") == 0.0 and done.named("layer") == 1.0
+    assert "pattern 0 % of 1" in score_line(done)
+
+
+def test_an_interrupted_campaign_is_not_passed_and_shows_what_is_known() -> None:
+    done = campaign(fate("a"), interrupted=True)
+    assert not done.passed and done.as_dict()["interrupted"]
+    assert "1 of 1 mutants killed" in text(done)
 
 
 def test_one_unnamed_in_twenty_is_enough_and_one_in_nineteen_is_not() -> None:
@@ -146,7 +160,7 @@ def test_the_document_says_what_was_asked_for() -> None:
     done = campaign(fate("a", seconds=1.23456), fate("same", **EQUIVALENT), mutants=(SAME,))
     document = json.loads(json.dumps(done.as_dict(), allow_nan=False))
     assert set(document) == {
-        "schema_version", "passed", "seed", "score", "counts", "kinds", "named", "controls", "margins", "mutants", "errors"
+        "schema_version", "passed", "interrupted", "seed", "score", "counts", "kinds", "named", "controls", "margins", "mutants", "errors"
     }  # fmt: skip
     first, same = document["mutants"]
     expected = {

@@ -145,9 +145,10 @@ def test_interrupted_is_130_and_leaves_no_process() -> None:
     process = spawn("--jobs", "2")
     assert process.stderr is not None
     assert re.fullmatch(r"tpverify: \d+ mutants, 2 processes\n", process.stderr.readline())
-    time.sleep(2)
+    time.sleep(10)  # some have had their turn
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=60)
+    assert "mutants killed by their named check" in stdout
     assert process.returncode == ExitCode.INTERRUPTED, stderr
     assert "Traceback" not in stderr and "interrupted" in stderr
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console, RenderableType
 
+from tpverify.adapters.library import library_of
 from tpverify.cli.app import error
 from tpverify.cli.exit_codes import ExitCode
 from tpverify.cli.params import is_verbose, seed_option, verbose_option
@@ -29,7 +30,9 @@ OWN_EXAMPLES = 24
 
 @click.command("mutants", short_help="Plant bugs: is each killed by the check that must kill it?")
 @click.option("-k", "text", default="", metavar="KIND", help="Only mutants whose kind or id contains this text.")
-@click.option("--subject", "name", default="", metavar="SUBJECT", help="Only mutants of a built-in subject; or module:attribute.")
+@click.option(
+    "--subject", "name", default="", metavar="SUBJECT", help="Only mutants of a built-in subject; or module:attribute, library.layer."
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=CORES, show_default="all cores", help="Processes.")
 @click.option("--max-examples", type=click.IntRange(min=1), help="Cases drawn per mutant at most (120), or of module:attribute (24).")
 @seed_option
@@ -41,12 +44,12 @@ def command(text: str, name: str, jobs: int, max_examples: int | None, seed: int
 
     Without -k and --subject all controls and built-in subjects are verified as well. -v tells each mutant's story and shrunk case.
 
-    With --subject module:attribute the bugs are not the catalogue's: each collective that this subject issues is made to fail in
-    each way, and the faults that its checks do not notice are listed.
+    With --subject module:attribute, or library.layer, the bugs are not the catalogue's: each collective that this subject issues is
+    made to fail in each way, and the faults that its checks do not notice are listed.
     """
-    if ":" in name:
+    if ":" in name or library_of(name) is not None:
         if text:
-            raise click.UsageError("Expected -k with the catalogue's mutants only but got --subject module:attribute as well")
+            raise click.UsageError(f"Expected -k with the catalogue's mutants only but got --subject {name} as well")
         code = _adequacy(name, seed, max_examples, as_json, quiet)
     else:
         code = _campaign(text, name, jobs, seed, max_examples, as_json, quiet)
@@ -73,6 +76,8 @@ def _campaign(text: str, name: str, jobs: int, seed: int, max_examples: int | No
         click.echo(json.dumps(done.as_dict(), indent=2, sort_keys=True))
     else:
         _print(matrix.render(done, quiet=quiet, verbose=is_verbose()))
+    if done.interrupted:
+        error(f"interrupted after {len(done.fates)} of {len(mutants)} mutants")
     for trouble in done.troubles:
         if is_verbose():
             click.echo(trouble.traceback, err=True, nl=False)
@@ -82,6 +87,8 @@ def _campaign(text: str, name: str, jobs: int, seed: int, max_examples: int | No
 
 def campaign_code(campaign: Campaign) -> ExitCode:
     """The exit code of a campaign."""
+    if campaign.interrupted:
+        return ExitCode.INTERRUPTED
     if campaign.troubles:
         return ExitCode.INTERNAL
     return ExitCode.HELD if campaign.passed else ExitCode.VIOLATED

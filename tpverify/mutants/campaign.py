@@ -82,7 +82,7 @@ def run(
 
     Args:
         mutants: of the catalogue, by id.
-        jobs: processes; the outcome is the same for any number.
+        jobs: processes; the outcome is the same for any number. An interrupt ends them, and the outcome is of those that are done.
         progress: called with (mutants and controls done, those to do).
     """
     bases = {mutant.base for mutant in mutants.values()}
@@ -95,16 +95,20 @@ def run(
     fates: dict[str, Fate] = {}
     passes: dict[str, Pass] = {}
     troubles: dict[str, Trouble] = {}
-    for done, (index, result) in enumerate(each(attempt, items, jobs), start=1):
-        id = items[index].id
-        if isinstance(result, Failure):
-            troubles[id] = Trouble(id, result.message, result.traceback)
-        elif isinstance(result, Fate):
-            fates[id] = result
-        else:
-            passes[id] = result
-        if progress is not None:
-            progress(done, len(items))
+    interrupted = False
+    try:
+        for done, (index, result) in enumerate(each(attempt, items, jobs), start=1):
+            id = items[index].id
+            if isinstance(result, Failure):
+                troubles[id] = Trouble(id, result.message, result.traceback)
+            elif isinstance(result, Fate):
+                fates[id] = result
+            else:
+                passes[id] = result
+            if progress is not None:
+                progress(done, len(items))
+    except KeyboardInterrupt:
+        interrupted = True  # what is known by now counts
     return Campaign(
         seed=seed,
         whole=whole,
@@ -112,6 +116,7 @@ def run(
         passes=tuple(passes[id] for id in passing if id in passes),
         troubles=tuple(troubles[id] for id in (*mutants, *passing) if id in troubles),
         mutants=mutants,
+        interrupted=interrupted,
     )
 
 

@@ -67,6 +67,7 @@ class Campaign:
         passes: of the controls.
         troubles: what could not be tried.
         mutants: what was asked for, by id.
+        interrupted: whether it was ended before all had their turn.
     """
 
     seed: int
@@ -75,6 +76,7 @@ class Campaign:
     passes: tuple[Pass, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     mutants: Mapping[str, Mutant] = field(default_factory=dict)
+    interrupted: bool = False
 
     @property
     def bugs(self) -> tuple[Fate, ...]:
@@ -147,8 +149,9 @@ class Campaign:
 
         The last counts for a whole campaign only: of a few mutants, one may be one too many.
         """
-        named = not self.whole or all(self.named(what) >= NAMED for what in ("layer", "ranks", "pattern"))
-        return self.score == 1.0 and not (self.refuted or self.flagged or self.troubles or self.narrow) and named
+        named = not self.whole or self.interrupted or all(self.named(what) >= NAMED for what in ("layer", "ranks", "pattern"))
+        wrong = self.refuted or self.flagged or self.troubles or self.narrow or self.interrupted
+        return self.score == 1.0 and not wrong and named
 
     def as_dict(self) -> dict[str, Any]:
         """The campaign as one JSON-ready document; only the mutants' ``seconds`` differ between runs of one seed."""
@@ -158,6 +161,7 @@ class Campaign:
         return {
             "schema_version": SCHEMA_VERSION,
             "passed": self.passed,
+            "interrupted": self.interrupted,
             "seed": self.seed,
             "score": round(100 * self.score, 1),
             "counts": {
