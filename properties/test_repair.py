@@ -181,6 +181,23 @@ def test_what_a_collective_does_wrong_is_named(layer: type[RowParallelLinear]) -
     assert COLLECTIVES[layer] in repaired(planted(row_parallel_linear, "row", layer))
 
 
+class Scattered(RowParallelLinear):
+    """Scatters from the first rank on the way, where ranks bring different numbers of tensors."""
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The mean, and a scatter of nothing in particular."""
+        own = torch.empty(1)
+        parts = [torch.ones(1) for _ in range(self.group.size())] if self.group.rank() == 0 else None
+        dist.scatter(own, parts, group=self.group, group_src=0)
+        partial = partial.contiguous()
+        dist.all_reduce(partial, dist.ReduceOp.AVG, group=self.group)
+        return partial * own.item()
+
+
+def test_ranks_may_bring_different_numbers_of_tensors() -> None:
+    assert "AVG" in repaired(planted(row_parallel_linear, "row", Scattered))
+
+
 class Offset(RowParallelLinear):
     """Adds a number to the result: no repair takes that back."""
 

@@ -80,9 +80,11 @@ class Brought:
     def is_replicated(self, place: Place) -> bool:
         """Whether all ranks bring the same there, so that any reduce op but a sum leaves it as it is."""
         held = [list(by_rank.values()) for (where, _), by_rank in self.inputs.items() if where == place]
-        return place.size > 1 and all(
-            bitwise_equal(*pair) for ranks in held for other in ranks for pair in zip(ranks[0], other, strict=True)
-        )
+        return place.size > 1 and all(_equal(ranks[0], other) for ranks in held for other in ranks)
+
+
+def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(bitwise_equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def of_collectives(brought: Brought, tp_groups: Sequence[Group], phases: Sequence[str]) -> Iterator[Repair]:

@@ -121,7 +121,7 @@ class _Failed:
             comparisons = run_both(
                 self._subject,
                 case,
-                self._timeout,
+                min(self._timeout, SECONDS),
                 schedule=case.seed or None,
                 reduction_order=REDUCTION_ORDERS[case.seed % len(REDUCTION_ORDERS)],
                 perturb=repair.perturb,
