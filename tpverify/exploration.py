@@ -39,7 +39,7 @@ SECONDS_AFTER_FAILURE = 300.0
 CASES_TO_TELL = 30
 """How many cases are drawn to find one that is large enough for a pattern to fit."""
 
-SECONDS_TO_TELL = 5.0
+SECONDS_TO_TELL = 10.0
 """After which no more are drawn."""
 
 BATCHES_TO_TELL = 1_000

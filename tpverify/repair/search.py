@@ -23,10 +23,10 @@ from tpverify.sensitivity import sensitivity, spread
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.subjects.subject import Subject
 
-MOST_REPAIRS = 80
+MOST_REPAIRS = 60
 """Tried on one case."""
 
-SECONDS = 5.0
+SECONDS = 10.0
 """After which no further repair is tried on a case."""
 
 CHECKED = (*NUMERIC, "replication")
