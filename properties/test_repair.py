@@ -23,6 +23,7 @@ from tpverify.subjects.linear_subjects import RowParallelLinearConfig, row_paral
 from tpverify.subjects.mappings import copy_to_region, reduce_from_region
 
 TIMEOUT = 30.0
+Reduce = Callable[[Tensor], Tensor]
 CASE = Case("row", RowParallelLinearConfig(seq=3, batch=2, in_features=4, out_features=4, bias=False), world_size=4)
 
 
@@ -167,6 +168,49 @@ class Mean(Reduced):
     def wrongly(self, partial: Tensor, group: dist.ProcessGroup) -> None:
         """AVG for SUM."""
         dist.all_reduce(partial, dist.ReduceOp.AVG, group=group)
+
+
+class Unsummed(nn.Module):
+    """A gate whose second factor is a product over a cut dimension, with a bias; wrong inside of a function that is not linear."""
+
+    def __init__(self, whole: int, cut: int, f: Reduce, g: Reduce) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(3, cut)), nn.Parameter(torch.empty(3))
+        self.up = nn.Parameter(torch.empty(cut, whole))
+        self.f, self.g = f, g
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, whole] -> [tokens, 3]."""
+        inner = self.f(x.sin()) @ self.up.t()
+        return (self.g(nn.functional.linear(inner, self.weight)) + self.bias).tanh()
+
+
+def unsummed(f: Reduce, g: Reduce) -> tpv.Subject:
+    """A subject with or without its reductions."""
+    return tpv.Subject(
+        name="unsummed",
+        reference=lambda c: Unsummed(4, 8, lambda x: x, lambda x: x),
+        parallel=lambda c: Unsummed(4, 8 // dist.get_world_size(), f, g),
+        configs=st.just(CASE.config),
+        inputs=lambda c: {"x": tpv.Input((3, 4))},
+        placements={"weight": tpv.Shard(1), "bias": tpv.Replicate(), "up": tpv.Shard(0)},
+    )
+
+
+def test_a_missing_reduction_inside_is_named() -> None:
+    def f(x: Tensor) -> Tensor:
+        return copy_to_region(x, tp_group())
+
+    def g(x: Tensor) -> Tensor:
+        return reduce_from_region(x, tp_group())
+
+    def nothing(x: Tensor) -> Tensor:
+        return x
+
+    assert repaired(unsummed(f, g)) == ""
+    forward, backward = repaired(unsummed(f, nothing)), repaired(unsummed(nothing, g))
+    assert "right if linear at " in forward and "is summed over all ranks: a missing all_reduce fits this" in forward
+    assert "right if the gradient of what matmul at " in backward and "a missing all_reduce in backward fits this" in backward
 
 
 COLLECTIVES: dict[type[RowParallelLinear], str] = {

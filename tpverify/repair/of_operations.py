@@ -1,4 +1,4 @@
-"""Repairs of a rank's own operations: a statistic over all ranks' parts, a branch that is not detached, a cast left out."""
+"""Repairs of a rank's own operations: a product summed over ranks, a statistic of all their parts, no detached branch, no cast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ NORMS = ("layer_norm", "rms_norm")
 """Functions over the last dimension that also take weights along it."""
 
 CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-STATISTIC, DETACH, CAST = "statistic", "detach", "cast"
+PRODUCTS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum")
+"""What contracts a dimension that may be cut."""
+
+STATISTIC, PRODUCT, DETACH, CAST = "statistic", "product", "detach", "cast"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Operation:
     """A place of the program that does something to a tensor.
 
     Attributes:
-        kind: ``statistic``, ``detach`` or ``cast``.
+        kind: ``statistic``, ``product``, ``detach`` or ``cast``.
         name: of the function.
         sites: the frames of the call.
     """
@@ -77,6 +80,12 @@ def of_operations(noticed: Noticed, kinds: Sequence[str]) -> Iterator[Repair]:
         yield _repair(f"without {operation.name}{at(operation.sites)}", "its rounding", {operation}, _uncast)
     for operation in (each for each in operations if each.kind == DETACH):
         yield _repair(f"without {operation.name}{at(operation.sites)}", "a detached branch", {operation}, _attached)
+    for operation in (each for each in operations if each.kind == PRODUCT):
+        place = f"{operation.name}{at(operation.sites)}"
+        yield _repair(f"if {place} is summed over all ranks", "a missing all_reduce", {operation}, _summed)
+        if DETACH in kinds:
+            what = f"if the gradient of what {place} takes is summed over all ranks"
+            yield _repair(what, "a missing all_reduce in backward", {operation}, _copied)
     statistics = [each for each in operations if each.kind == STATISTIC]
     for operation in statistics:
         where = f"if {operation.name}{at(operation.sites)} sees the parts of all ranks"
@@ -126,6 +135,8 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[s
     name = getattr(func, "__name__", "")
     if name == "_set_grad_enabled":
         return (DETACH, "no_grad") if args and args[0] is False else None
+    if name == "einsum":
+        return PRODUCT, name
     if not args or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor) or not args[0].is_floating_point():
         return None
     if name == "detach" or (name == "__get__" and getattr(func, "__self__", None) is Tensor.data):
@@ -133,9 +144,9 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[s
     to = _cast_to(name, args, kwargs)
     if to is not None and to.is_floating_point and torch.finfo(to).eps > torch.finfo(args[0].dtype).eps:
         return CAST, f"the cast to {str(to).removeprefix('torch.')}"
-    if name in REDUCED or name in KEPT or name in NORMS:
-        return STATISTIC, name
-    return None
+    if name in PRODUCTS:
+        return PRODUCT, name.strip("_")
+    return (STATISTIC, name) if name in REDUCED or name in KEPT or name in NORMS else None
 
 
 def _cast_to(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
@@ -153,6 +164,22 @@ def _uncast(operation: Operation, call: Callable[..., Any], args: Sequence[Any],
 
 def _attached(operation: Operation, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return None if operation.name == "no_grad" else args[0]
+
+
+def _summed(operation: Operation, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The sum of the ranks' products; a bias is added to it once."""
+    bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if operation.name == "linear" else None
+    product = call() if bias is None else call(*args[:2], bias=None)
+    total = _Sum.apply(product)  # type: ignore[no-untyped-call]
+    return total if bias is None else total + bias
+
+
+def _copied(operation: Operation, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The product of the same, whose first factor gets the sum of the ranks' gradients."""
+    first = next((place for place, arg in enumerate(args) if isinstance(arg, Tensor)), None)
+    if first is None:
+        return call()
+    return call(*(_Copy.apply(arg) if place == first else arg for place, arg in enumerate(args)))  # type: ignore[no-untyped-call]
 
 
 def _detached(operation: Operation, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -256,3 +283,33 @@ class _Join(torch.autograd.Function):
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=tp_group())
         return gradient.narrow(ctx.dim, ctx.start, ctx.length), None, None
+
+
+def _total(tensor: Tensor) -> Tensor:
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=tp_group())
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, all of which go on with it in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _total(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Copy(torch.autograd.Function):
+    """The same on all ranks, which go on with it in different ways."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _total(gradients[0])

@@ -15,7 +15,7 @@ from tpverify.options import CPU
 from tpverify.rank_program import group_layouts
 from tpverify.repair.of_cases import of_cases
 from tpverify.repair.of_collectives import Brought, of_collectives
-from tpverify.repair.of_operations import CAST, DETACH, STATISTIC, Noticed, of_operations
+from tpverify.repair.of_operations import CAST, DETACH, PRODUCT, STATISTIC, Noticed, of_operations
 from tpverify.repair.repair import Repair
 from tpverify.run import Comparison
 from tpverify.runner import run_both
@@ -111,7 +111,7 @@ class _Failed:
 
     def _repairs(self, brought: Brought, noticed: Noticed) -> Iterator[Repair]:
         phases = ("forward",) if self._forward else ("backward", "recompute", "optimizer")
-        kinds = (CAST, STATISTIC) if self._forward else (CAST, DETACH, STATISTIC)
+        kinds = (CAST, PRODUCT, STATISTIC) if self._forward else (CAST, DETACH, PRODUCT, STATISTIC)
         return chain(of_collectives(brought, group_layouts(self._case), phases), of_operations(noticed, kinds))
 
     def _run(self, repair: Repair) -> set[Key] | None:
