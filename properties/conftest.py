@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
+
+from tpverify.adapters.library import LIBRARIES
 
 # A case runs several simulated ranks: it is slow by nature, and slower on a busy machine. Neither says that anything is wrong.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large], "print_blob": True}
@@ -35,3 +38,23 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     cases = [value for name, value in properties if name == "conformance-cases"]
     if cases:
         terminalreporter.write_line(f"conformance: {sum(cases)} cases of subjects in {len(cases)} tests run as on gloo")
+    outcomes = [report for outcome in ("passed", "failed", "skipped") for report in terminalreporter.stats.get(outcome, [])]
+    for line in released_libraries({report.nodeid for report in outcomes}):
+        terminalreporter.write_line(line)
+
+
+def released_libraries(nodes: Collection[str]) -> list[str]:
+    """Which released libraries were verified, in which version and by how many tests, and which were not.
+
+    Args:
+        nodes: ids of the tests that ran, and of the files that were skipped as a whole.
+    """
+    if not any("upstream/test_" in node.partition("::")[0] for node in nodes):
+        return []
+    lines = []
+    for library in LIBRARIES.values():
+        tests = sum(f"upstream/test_{library.name}.py::test_" in node for node in nodes)
+        absent = f"is not installed, nothing of it was verified: {library.install}"
+        lines.append(f"upstream: {library.distribution} {f'{library.version}: {tests} tests' if library.version else absent}")
+    missing = sum(not library.version for library in LIBRARIES.values())
+    return [*lines, f"upstream: {missing} of {len(LIBRARIES)} libraries missing"]

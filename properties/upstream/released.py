@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,11 +17,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 import tpverify as tpv
 from tpverify.adapters.library import LIBRARIES
 from tpverify.case import Case
+from tpverify.script.source import script
 from tpverify.strategies import cases
 from tpverify.verification import read_case
 
 CASES = 40
 """Drawn of each subject's right paths."""
+
+WITHOUT_TPVERIFY = 'import sys\n\nsys.modules["tpverify"] = None\n'
+"""In front of a program, lets it and the processes that it starts fail to import tpverify."""
 
 
 def subjects_of(library: str) -> dict[str, tpv.Subject]:
@@ -60,3 +68,16 @@ def assert_holds(subject: tpv.Subject, right: Callable[[Any], Mapping[str, Any]]
     config = settings(max_examples=CASES, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
     hypothesis.seed(0)(config(given(cases(subject, (1, 2, 3, 4)))(holds)))()
     return ran
+
+
+def shown_on_gloo(case: str, folder: Path) -> tuple[int, str]:
+    """The exit code and the output of the case's script, run where nothing of tpverify can be imported.
+
+    Args:
+        folder: where it may lie.
+    """
+    path = folder / "script.py"
+    path.write_text(WITHOUT_TPVERIFY + script(*read_case(case), "simulator"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-I", path], cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr

@@ -32,6 +32,38 @@ COMMON: dict[str, Any] = {
 }
 
 
+PROGRAM = """
+from fairscale.nn.model_parallel import initialize_model_parallel{imported}
+{definitions}
+
+def build():
+    initialize_model_parallel(dist.get_world_size())
+    return {module}
+"""
+
+LOSS = """from fairscale.nn.model_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+
+class Loss(torch.nn.Module):
+    def forward(self, hidden, targets):
+        logits = hidden * 1.0  # by a head
+        loss = vocab_parallel_cross_entropy(logits, targets)
+        return {returned}
+"""
+
+MAPPING = """
+
+class Mapping(torch.nn.Module):
+    def forward(self, x):
+        return mappings.{mapping}(x.clone())
+"""
+
+
+def _layer_script(layer: str, *sizes: int, **options: object) -> str:
+    arguments = [*map(repr, sizes), *(f"{name}={value!r}" for name, value in options.items())]
+    return PROGRAM.format(imported=", layers", definitions="", module=f"layers.{layer}({', '.join(arguments)})")
+
+
 @dataclass(frozen=True)
 class LinearConfig:
     """Sizes, elements, and options of a linear layer over [seq, batch, in_features]; ``whole`` is what only one option leaves whole:
@@ -106,8 +138,14 @@ def _embedding_configs(sharded: str) -> Any:
     return configs
 
 
+def _table_options(config: EmbeddingConfig) -> dict[str, Any]:
+    """Those that are not the default."""
+    options = {name: getattr(config, name) for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")}
+    return {name: value for name, value in options.items() if value != getattr(EmbeddingConfig, name)}
+
+
 def _table(layer: Any, config: EmbeddingConfig) -> nn.Module:
-    module: nn.Module = layer(config.vocab, config.hidden, config.padding_idx, config.max_norm, config.norm_type, config.scale_grad_by_freq)
+    module: nn.Module = layer(config.vocab, config.hidden, **_table_options(config))
     return module
 
 
@@ -167,6 +205,13 @@ class ParallelLoss(ReferenceLoss):
         return loss
 
 
+MAPPINGS = {
+    "copy": mappings.copy_to_model_parallel_region,
+    "reduce": mappings.reduce_from_model_parallel_region,
+    "scatter": mappings.scatter_to_model_parallel_region,
+    "gather": mappings.gather_from_model_parallel_region,
+}
+
 SUBJECTS = {
     "column_parallel_linear": Subject(
         name="fairscale.column_parallel_linear",
@@ -178,6 +223,7 @@ SUBJECTS = {
         outputs=lambda c: Replicate() if c.whole else Shard(2),
         rejects=lambda c, world_size: c.out_features % world_size != 0,
         exact=True,
+        script=lambda c: _layer_script("ColumnParallelLinear", c.in_features, c.out_features, bias=c.bias, gather_output=c.whole),
         **COMMON,
     ),
     "row_parallel_linear": Subject(
@@ -189,6 +235,7 @@ SUBJECTS = {
         placements={"weight": Shard(1), "*": Replicate()},
         rejects=lambda c, world_size: c.in_features % world_size != 0,
         exact=True,
+        script=lambda c: _layer_script("RowParallelLinear", c.in_features, c.out_features, bias=c.bias, input_is_parallel=not c.whole),
         **COMMON,
     ),
     "vocab_parallel_embedding": Subject(
@@ -200,6 +247,7 @@ SUBJECTS = {
         placements={"weight": Shard(0)},
         rejects=lambda c, world_size: c.vocab % world_size != 0,
         vocabulary=lambda c: Vocabulary(c.vocab, parameters=("weight",), ids="ids"),
+        script=lambda c: _layer_script("VocabParallelEmbedding", c.vocab, c.hidden, **_table_options(c)),
         **COMMON,
     ),
     "parallel_embedding": Subject(
@@ -210,6 +258,7 @@ SUBJECTS = {
         inputs=_ids,
         placements={"weight": Shard(1)},
         rejects=lambda c, world_size: c.hidden % world_size != 0,
+        script=lambda c: _layer_script("ParallelEmbedding", c.vocab, c.hidden, **_table_options(c)),
         **COMMON,
     ),
     "vocab_parallel_cross_entropy": Subject(
@@ -223,17 +272,18 @@ SUBJECTS = {
         },
         outputs=lambda c: (Replicate(), Shard(2)) if c.reuse else Replicate(),
         vocabulary=lambda c: Vocabulary(c.vocab, targets="targets", logits="logits"),
+        script=lambda c: PROGRAM.format(
+            imported="", definitions=LOSS.format(returned="(loss, logits.detach())" if c.reuse else "loss"), module="Loss()"
+        ),
         **COMMON,
     ),
     "mappings": region_mappings(
         "fairscale.mappings",
-        {
-            "copy": mappings.copy_to_model_parallel_region,
-            "reduce": mappings.reduce_from_model_parallel_region,
-            "scatter": mappings.scatter_to_model_parallel_region,
-            "gather": mappings.gather_from_model_parallel_region,
-        },
+        MAPPINGS,
         begin,
+        script=lambda c: PROGRAM.format(
+            imported=", mappings", definitions=MAPPING.format(mapping=MAPPINGS[c.mapping].__name__), module="Mapping()"
+        ),
         **COMMON,
     ),
 }

@@ -22,7 +22,7 @@ class Library:
         name: of its adapter; its subjects are called ``name.layer``.
         distribution: its name on the package index.
         lowest, highest: versions between which the adapter has been tried.
-        install: the shell command that installs it.
+        install: the shell command that installs it beside the torch that is there.
     """
 
     name: str
@@ -44,6 +44,11 @@ class Library:
         """Whether the installed version lies between those that have been tried."""
         return _numbers(self.lowest) <= _numbers(self.version) <= _numbers(self.highest)
 
+    @property
+    def range(self) -> str:
+        """The versions that have been tried, in words."""
+        return self.lowest if self.lowest == self.highest else f"{self.lowest} to {self.highest}"
+
     def subjects(self) -> dict[str, Subject]:
         """Its subjects by name, without the library's.
 
@@ -53,8 +58,7 @@ class Library:
         if not self.version:
             raise CaseError(f"Expected {self.distribution} to be installed but it is not: {self.install}")
         if not self.tried:
-            tried = self.lowest if self.lowest == self.highest else f"{self.lowest} to {self.highest}"
-            warnings.warn(f"tpverify has been tried with {self.distribution} {tried}; this is {self.version}", stacklevel=2)
+            warnings.warn(f"tpverify has been tried with {self.distribution} {self.range}; this is {self.version}", stacklevel=2)
         try:
             subjects: dict[str, Subject] = importlib.import_module(f"tpverify.adapters.{self.name}").SUBJECTS
         except ImportError as error:
@@ -75,9 +79,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 LIBRARIES = {
     library.name: library
     for library in (
-        Library("fairscale", "fairscale", "0.4.13", "0.4.13", "pip install --no-deps --no-build-isolation fairscale==0.4.13"),
-        Library("megatron_core", "megatron-core", "0.16.1", "0.19.2", "pip install --no-deps megatron-core==0.16.1"),
-        Library("transformers", "transformers", "5.24.0", "5.24.0", "pip install transformers==5.24.0 accelerate"),
+        Library("fairscale", "fairscale", "0.4.13", "0.4.13", "pip install 'tpverify[fairscale]'"),
+        Library("megatron_core", "megatron-core", "0.16.1", "0.19.2", "pip install 'tpverify[megatron]'"),
+        Library("transformers", "transformers", "5.24.0", "5.24.0", "pip install 'tpverify[transformers]'"),
     )
 }
 """Every library that has an adapter, by name."""

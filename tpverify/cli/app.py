@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import traceback
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
@@ -13,6 +14,9 @@ from tpverify.cli.exit_codes import ExitCode
 from tpverify.cli.params import is_verbose
 from tpverify.errors import CaseError, NoDevice, SubjectError
 from tpverify.options import did_you_mean
+
+OWN = Path(__file__).parents[1]
+"""Where tpverify lies."""
 
 COMMANDS = {
     "verify": "tpverify.cli.verify",
@@ -51,6 +55,7 @@ class Commands(click.Group):
             with warnings.catch_warnings():
                 # The code under test may call names that newer releases of torch deprecate: not what is checked here.
                 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+                warnings.showwarning = _show_warning
                 return super().invoke(ctx)
         except (click.exceptions.Exit, click.Abort, click.ClickException, BrokenPipeError):
             raise
@@ -76,6 +81,16 @@ def main() -> None:
     Exit codes: 0 all checks held, 1 a check failed, 2 wrong usage, 3 internal error, 5 nothing was checked, 130 interrupted.
     Of several subjects, the first of 130, 3, 2, 1, 5, 0 counts.
     """
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    """On stderr; tpverify's own without the line of code that gave it."""
+    if OWN in Path(filename).parents:
+        error(f"warning: {message}")
+    else:
+        click.echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)
 
 
 def error(message: str) -> None:

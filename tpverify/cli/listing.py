@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING
+
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tpverify.cli.params import is_verbose, verbose_option
+from tpverify.errors import CaseError
+
+if TYPE_CHECKING:
+    from tpverify.adapters.library import Library
 
 
 @click.command("list")
@@ -34,11 +41,24 @@ def _libraries() -> Table:
     """What each adapter verifies here, or the line that installs its library."""
     from tpverify.adapters.library import LIBRARIES
 
-    table = Table("library", "installed", "subjects, or how to install it", box=box.SIMPLE, pad_edge=False)
+    table = Table("library", "version", "adapter", "subjects, or how to install it", box=box.SIMPLE, pad_edge=False)
     for library in LIBRARIES.values():
-        names = [f"{library.name}.{layer}" for layer in library.subjects()] if library.version else [library.install]
-        table.add_row(library.distribution, library.version or "-", "\n".join(names))
+        state, lines = _state(library)
+        table.add_row(library.distribution, library.version or "-", state, "\n".join(lines))
     return table
+
+
+def _state(library: Library) -> tuple[str, list[str]]:
+    """Whether a library's subjects can be verified here; their names, or the line that installs it."""
+    if not library.version:
+        return "not installed", [library.install]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            names = [f"{library.name}.{layer}" for layer in library.subjects()]
+    except CaseError:
+        return "does not import", [library.install]
+    return "usable" if library.tried else f"tried with {library.range} only", names
 
 
 def _kinds() -> Table:
