@@ -15,13 +15,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
+from tpverify.conformance import certify
 from tpverify.conformance.calls import CALLS
 from tpverify.conformance.certify import Certifier, behaviour, outcome
+from tpverify.conformance.comparison import Outcome
 from tpverify.conformance.differences import DIFFERENCES, Difference, without_differences
 from tpverify.conformance.program import Program, Step
 from tpverify.conformance.programs import programs
 from tpverify.conformance.runs import unequal_runs
-from tpverify.errors import CollectiveRefused, RankError
+from tpverify.errors import CollectiveRefused, RankError, RankTimeout
 from tpverify.ledger.record import Record
 from tpverify.lookup import builtin_subjects
 from tpverify.processes.world import process_world
@@ -63,6 +65,7 @@ def test_programs_do_the_same_as_on_gloo(certifier: Certifier, world_size: int, 
     compared = certifier.count.programs - before
     record_property("conformance", f"world size {world_size}: {compared} programs of collectives agree with gloo")
     assert compared > 0.5 * PROGRAMS  # some are drawn twice
+    assert certifier.count.hung <= 1 + certifier.count.programs / 500
     if world_size == 4:
         record_property("conformance", certifier.count.summary())
         assert not NIGHTLY or certifier.count.programs >= 10_000
@@ -100,6 +103,23 @@ def test_what_backends_refuse_is_refused_likewise(certifier: Certifier, step: St
     assert isinstance(error, RankError) and isinstance(error.exception, CollectiveRefused)
     assert isinstance(error.exception, ValueError) and isinstance(error.exception, RuntimeError)
     assert certifier.differences(program) == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_backend_that_hangs_is_asked_again_once(certifier: Certifier, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, hung = [times], certifier.count.hung
+
+    def hanging(program: Program, world: Any = None) -> Outcome:
+        if world is None or not left[0]:
+            return outcome(program, world)
+        left[0] -= 1
+        return Outcome([], RankTimeout("Expected the run to end", (0, 1)), None)
+
+    monkeypatch.setattr(certify, "outcome", hanging)
+    differences = certifier.differences(Program(2, (Step("all_reduce"),)))
+    assert bool(differences) == (times > 1)
+    assert certifier.count.hung == hung + 1
+    certifier.count.hung = hung
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.name)

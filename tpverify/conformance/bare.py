@@ -56,7 +56,7 @@ class BareWorld:
         timeout: seconds for one program.
     """
 
-    def __init__(self, backend: str, timeout: float = 60.0) -> None:
+    def __init__(self, backend: str, timeout: float = 20.0) -> None:
         self._backend = backend
         self._timeout = timeout
         self._launcher: subprocess.Popen[str] | None = None
