@@ -96,6 +96,7 @@ class HeadWithoutF(VocabParallelHead):
     "parameter-gradient",
     origin="Megatron-LM: a gather that does not know whether a tensor-parallel operation follows",
     module="*",
+    diagnosis="a missing all_reduce",
 )
 class HeadGathersAsForReplicas(VocabParallelHead):
     """Under sequence parallelism the sequence is gathered as for replicated work: backward keeps a part and sums nothing."""

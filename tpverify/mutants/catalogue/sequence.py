@@ -33,6 +33,7 @@ KIND = "sequence parallel"
     "forward",
     origin="sequence parallelism added by cutting activations: where a sum and a cut are needed, only the cut was written",
     module="output*",
+    diagnosis="a missing all_reduce",
 )
 class CutWithoutSum(RowParallelLinear):
     """The output is cut along the sequence and never summed over the ranks."""
