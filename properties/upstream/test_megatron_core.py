@@ -1,63 +1,396 @@
-"""megatron-core: what is wrong in its tensor-parallel layers, loss and mappings, and that the rest is right."""
+"""megatron-core: what is wrong in its tensor-parallel layers, mappings, losses and models, what looks wrong, and that the rest is right."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
 from released import CASES, assert_found, assert_holds, found_on, subjects_of
+from torch import Tensor
 
+import tpverify as tpv
 from tpverify.adapters.library import LIBRARIES
+from tpverify.case import Case
+from tpverify.lookup import read_case
+from tpverify.sharding import Block, FusedShard, Replicate, Shard, unshard
+from tpverify.strategies import cases
 
 SUBJECTS = subjects_of("megatron_core")
 VERSION = LIBRARIES["megatron_core"].version
 
+
+@dataclass(frozen=True)
+class Finding:
+    """A case that violates a check.
+
+    Attributes:
+        case: the smallest.
+        check, says: which check finds it, and in which words.
+        fixed: the first version tried that no longer has it, or "" if every one does.
+        upstream: where it is known, or "" if no report of it was found.
+    """
+
+    case: str
+    check: str
+    says: str
+    fixed: str = ""
+    upstream: str = ""
+
+
+LATENT = "LatentAttentionConfig(seq=2, heads=2, rank=8, rotary_dim=4"
+GPT = "GPTConfig(hidden=4, heads=2, groups=2, head_dim=2, ffn=2, gathered=True)"
+
 FINDINGS = {
-    "the loss overwrites the logits": (
+    # VocabParallelCrossEntropy subtracts and takes exponentials in place; .float() of float32 logits is no copy.
+    "the loss overwrites the logits": Finding(
         "Case('megatron_core.vocab_parallel_cross_entropy', CrossEntropyConfig(reuse=True), world_size=1)",
         "forward",
         "output[1]",
+        upstream="Megatron-LM pull request 1594",
     ),
-    "each rank smooths over its own shard": (
+    # The smoothing's weight and the mean of log-probabilities are those of the rank's shard, not of the vocabulary.
+    "each rank smooths over its own shard": Finding(
         "Case('megatron_core.vocab_parallel_cross_entropy', CrossEntropyConfig(vocab=4, label_smoothing=0.1), world_size=2)",
         "replication",
         "output",
+        upstream="Megatron-LM issues 737, 7464 and 7452 (1)",
     ),
-    "a frozen weight takes the bias's gradient": (
+    # _VocabParallelCrossEntropy.backward ends with .to(torch.bfloat16), whatever the dtype of the logits.
+    "the fused loss rounds its gradient to bfloat16": Finding(
+        "Case('megatron_core.fused_vocab_parallel_cross_entropy', CrossEntropyConfig(fused=True), world_size=1)",
+        "input-gradient",
+        "logits.grad",
+    ),
+    # Whole logits on every rank meet a loss that takes them for shards: each exponential is summed once per rank.
+    "the loss of gathered logits is too large by log(TP)": Finding(
+        f"Case('megatron_core.gpt', {GPT}, world_size=2)", "forward", "output", upstream="Megatron-LM issue 7452 (2)"
+    ),
+    # One rank's gather hands its input on as it is; the loss then overwrites a view, and autograd refuses to go back.
+    "gathered logits have no backward on one rank": Finding(
+        f"Case('megatron_core.gpt', {GPT}, world_size=1)", "execution", "rank 0 raised RuntimeError"
+    ),
+    # LinearWithFrozenWeight.backward returns None for the bias.
+    "a frozen weight takes the bias's gradient": Finding(
         "Case('megatron_core.column_parallel_linear', ColumnConfig(frozen=True), world_size=1)",
         "parameter-gradient",
         "Expected bias.grad to be there",
     ),
-    "a strided input is gathered": (
+    "so the bias of attention's projection gets none where all weights are frozen": Finding(
+        "Case('megatron_core.self_attention', AttentionConfig(head_dim=2, frozen=True), world_size=1)",
+        "parameter-gradient",
+        "Expected linear_qkv.bias.grad to be there",
+    ),
+    # Column-parallel layers hand input and gradient to the collective as they are.
+    "a strided input is gathered": Finding(
         "Case('megatron_core.column_parallel_linear', ColumnConfig(seq=2, in_features=2, out_features=2, bias=False, "
         "sequence_parallel=True), world_size=2, layout='sliced')",
         "buffers",
         "non-contiguous tensor at a collective",
     ),
+    # _reduce reduced a contiguous copy, and returned the original.
+    "a strided gradient is not reduced": Finding(
+        "Case('megatron_core.mappings', RegionConfig(hidden=2), world_size=2, layout='sliced')",
+        "input-gradient",
+        "x.grad",
+        fixed="0.19.2",
+        upstream="Megatron-LM commit 60f338a",
+    ),
+    # Reentrant checkpointing goes back only to inputs that need a gradient; the embedding that makes the layers' input is frozen.
+    "recomputed layers get no gradient where the embedding is frozen": Finding(
+        "Case('megatron_core.gpt_logits', GPTConfig(hidden=4, bias=False, head_dim=2, labels=False, frozen=True, recompute='full'), "
+        "world_size=1)",
+        "parameter-gradient",
+        "Expected decoder.layers.0.input_layernorm.weight.grad to be there",
+        upstream="Megatron-Bridge pull request 5586 works around it",
+    ),
+    # split_tensor_into_1d_equal_chunks keeps tensor.numel() // TP numbers on each rank, and drops the rest.
+    "distributed saved activations must divide, and nobody says so": Finding(
+        "Case('megatron_core.gpt_logits', GPTConfig(hidden=5, heads=2, groups=2, head_dim=2, ffn=2, labels=False, "
+        "recompute='distributed'), world_size=2)",
+        "execution",
+        "raised RuntimeError",
+    ),
+    # They are multiplied with the rank's tokens, to make up for a division by all tokens of the sequence.
+    "with a loss per token, the losses on routing are divided by TP": Finding(
+        "Case('megatron_core.moe', MoEConfig(seq=2, ffn=2, bias=False, sequence_parallel=True, experts=2, before=True, squares=0.25, "
+        "per_token=True), world_size=2)",
+        "parameter-gradient",
+        "router.weight.grad",
+        fixed="0.19.2",
+        upstream="Megatron-LM issue 1652 and pull request 5047",
+    ),
+    # And those on each sequence's routing with the tokens of one sequence.
+    "with a loss per token, the loss on each sequence's routing is divided by the batch": Finding(
+        "Case('megatron_core.moe', MoEConfig(batch=2, bias=False, sequence_parallel=True, experts=2, before=True, "
+        "balancing='seq_aux_loss', per_token=True), world_size=1)",
+        "parameter-gradient",
+        "router.weight.grad",
+        fixed="0.19.2",
+        upstream="Megatron-LM pull request 5798",
+    ),
+    # Both say .view where .reshape would do.
+    "transposed logits are refused": Finding(
+        "Case('megatron_core.vocab_parallel_cross_entropy', CrossEntropyConfig(seq=2, batch=2), world_size=1, layout='transposed')",
+        "execution",
+        "raised RuntimeError",
+    ),
+    "a router refuses transposed tokens": Finding(
+        "Case('megatron_core.moe', MoEConfig(seq=2, batch=2, bias=False, sequence_parallel=True, experts=2, before=True), "
+        "world_size=1, layout='transposed')",
+        "execution",
+        "raised RuntimeError",
+    ),
+    # _reduce works in place: on the input in forward, without mark_dirty, and on the incoming gradient in backward.
+    "a reduction overwrites what it is given": Finding(
+        "Case('megatron_core.branches', RegionConfig(mapping='reduce'), world_size=2)", "forward", "output[1]"
+    ),
+    "the backward of a copy overwrites the gradient of another branch": Finding(
+        "Case('megatron_core.branches', RegionConfig(), world_size=2)", "input-gradient", "z.grad"
+    ),
+    # Queries are narrowed to the rank's own heads, gates were not.
+    "gated attention cannot run where ranks share groups": Finding(
+        "Case('megatron_core.gated_self_attention', AttentionConfig(heads=2, head_dim=2, causal=False, gate=True), world_size=2)",
+        "execution",
+        "raised RuntimeError",
+        fixed="0.19.2",
+        upstream="Megatron-LM pull requests 3528 and 3575",
+    ),
+    # Every rank expands the rotary key to its own heads; the backward of the gather before that cuts, and sums nothing.
+    "the rotary key of latent attention gets the gradient of the rank's own heads only": Finding(
+        f"Case('megatron_core.latent_self_attention', {LATENT}), world_size=2)",
+        "parameter-gradient",
+        "linear_kv_down_proj.weight.grad",
+        upstream="Megatron-LM pull request 6839, without sequence parallelism",
+    ),
+    "also under sequence parallelism": Finding(
+        f"Case('megatron_core.latent_self_attention', {LATENT}, sequence_parallel=True), world_size=2)",
+        "parameter-gradient",
+        "linear_kv_down_proj.weight.grad",
+    ),
+    # finalize_model_grads sums whatever has q_layernorm in its name; this one's gradient is whole on every rank already.
+    "the gradient of latent attention's query norm is multiplied by TP": Finding(
+        f"Case('megatron_core.latent_self_attention', {LATENT}, query_rank=4, qk_norm=True), world_size=2)",
+        "parameter-gradient",
+        "q_layernorm.weight.grad",
+    ),
 }
 
-COPY_REDUCED = "Case('megatron_core.mappings', RegionConfig(hidden=2), world_size=2, layout='sliced')"
-"""A copy of a strided gradient is reduced, and the gradient itself returned; 0.19.2 no longer does."""
-
-RIGHT: dict[str, dict[str, Any]] = {
-    "column_parallel_linear": {"frozen": False},
-    "vocab_parallel_cross_entropy": {"reuse": False, "label_smoothing": 0.0},
+LOOKS_WRONG = {
+    "scores are masked with -10000, not with minus infinity: its exponential is 0 next to any score there is": (
+        "Case('megatron_core.self_attention', AttentionConfig(seq=3, head_dim=2), world_size=1)"
+    ),
+    "all layers gather into one global buffer: nobody looks at it after the product that it is for": (
+        "Case('megatron_core.column_parallel_linear', ColumnConfig(seq=2, in_features=2, out_features=2, sequence_parallel=True), "
+        "world_size=2, calls='interleaved')"
+    ),
+    "norms of queries and keys see the rank's own heads, and carry no flag: their gradients are summed by name": (
+        "Case('megatron_core.self_attention', AttentionConfig(seq=2, heads=2, groups=2, head_dim=4, qk_norm=True), world_size=2)"
+    ),
+    "projections are cut through the middle of a group: with fewer groups than ranks they are gathered, and reduce-scattered back": (
+        "Case('megatron_core.self_attention', AttentionConfig(seq=2, heads=4, head_dim=2), world_size=4)"
+    ),
+    "a column-parallel layer takes its input as it is, without copy_to_tensor_model_parallel_region: it sums in its own backward": (
+        "Case('megatron_core.column_parallel_linear', ColumnConfig(in_features=2, out_features=2), world_size=2)"
+    ),
+    "an ignored target has a loss, and a gradient: the caller masks both": (
+        "Case('megatron_core.vocab_parallel_cross_entropy', CrossEntropyConfig(seq=3, vocab=4, masked=True), world_size=2)"
+    ),
+    "learned positions carry no flag under sequence parallelism: they are added before the scatter, whose backward gathers": (
+        "Case('megatron_core.gpt_logits', GPTConfig(seq=2, hidden=4, heads=2, groups=2, head_dim=2, ffn=2, labels=False, "
+        "sequence_parallel=True), world_size=2)"
+    ),
+    "a tied head takes the embedding's weight as an argument, and neither copies nor reduces it: autograd adds up both uses": (
+        "Case('megatron_core.gpt_logits', GPTConfig(seq=2, hidden=4, heads=2, groups=2, head_dim=2, ffn=2, labels=False), world_size=2)"
+    ),
 }
-"""By subject, what keeps it off the wrong paths."""
 
 
-@pytest.mark.parametrize("finding", FINDINGS)
-def test_what_is_wrong_is_found(finding: str) -> None:
-    assert_found(*FINDINGS[finding])
+def _unfrozen(config: Any) -> dict[str, Any]:
+    return {"frozen": config.frozen and not config.bias and not config.qkv_bias}
 
 
-def test_a_strided_gradient_is_reduced_since_a_later_version() -> None:
-    if VERSION == "0.16.1":
-        assert_found(COPY_REDUCED, "input-gradient", "x.grad")
+def _computed(config: Any) -> dict[str, Any]:
+    frozen = _unfrozen(config)["frozen"]
+    divisible = 12 if config.recompute == "distributed" else config.hidden
+    return {"frozen": frozen, "recompute": "" if frozen else config.recompute, "hidden": divisible}
+
+
+RIGHT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "column_parallel_linear": lambda c: {"frozen": c.frozen and not c.bias},
+    "vocab_parallel_cross_entropy": lambda c: {"reuse": False, "label_smoothing": 0.0},
+    "branches": lambda c: {"mapping": "scatter_sequence", "seq": 12} if c.mapping in ("copy", "reduce") else {},
+    "self_attention": _unfrozen,
+    "gated_self_attention": lambda c: {**_unfrozen(c), "groups": c.heads},
+    "transformer_layer": _unfrozen,
+    "gpt": lambda c: {**_computed(c), "gathered": False, "fused_loss": False},
+    "gpt_logits": _computed,
+    "moe": lambda c: {"per_token": c.per_token and VERSION != "0.16.1"},
+}
+"""By subject, what keeps a config off the wrong paths."""
+
+STRIDED = ("row_parallel_linear", "vocab_parallel_embedding", "transformer_layer", "gpt", "gpt_logits")
+"""Subjects that take strided inputs and gradients with all their options."""
+
+APART = ("fused_vocab_parallel_cross_entropy", "latent_self_attention")
+"""Subjects with a test of their own: a dtype, or all but a few tensors, are right."""
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_what_is_wrong_is_found(name: str) -> None:
+    finding = FINDINGS[name]
+    if finding.fixed and VERSION != "0.16.1":
+        assert found_on(finding.case) == set()
     else:
-        assert found_on(COPY_REDUCED) == set()
+        assert_found(finding.case, finding.check, finding.says)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("reason", LOOKS_WRONG)
+def test_what_looks_wrong_is_right(reason: str) -> None:
+    assert found_on(LOOKS_WRONG[reason]) == set()
+
+
+@pytest.mark.parametrize("name", sorted(set(SUBJECTS) - set(APART)))
 def test_the_rest_holds(name: str) -> None:
-    assert assert_holds(SUBJECTS[name], lambda config: RIGHT.get(name, {}), layouts=False) >= CASES
+    assert assert_holds(SUBJECTS[name], RIGHT.get(name, lambda config: {}), layouts=name in STRIDED) >= CASES
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_mapping_has_its_adjoint(world_size: int) -> None:
+    from tpverify.adapters.megatron_core.mappings import FLAT, MAPPINGS
+
+    sizes = f"seq={2 * world_size}, hidden={2 * world_size}"
+    for subject, names in (("mappings", MAPPINGS), ("flat_mappings", FLAT)):
+        for name in names:
+            case = f"Case('megatron_core.{subject}', RegionConfig({name!r}, {sizes}), world_size={world_size}, calls='interleaved')"
+            assert found_on(case) == set(), name
+
+
+def test_the_fused_loss_holds_in_bfloat16() -> None:
+    subject = SUBJECTS["fused_vocab_parallel_cross_entropy"]
+
+    @hypothesis.seed(0)
+    @settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(cases(subject, (1, 2, 3, 4), dtypes=("bfloat16",)))
+    def holds(case: Case) -> None:
+        assert tpv.check_case(subject, replace(case, layout="contiguous")) == []
+
+    holds()
+
+
+@pytest.mark.parametrize("options", ["", ", query_rank=8", ", query_rank=4, qk_norm=True, sequence_parallel=True", ", bias=False, batch=2"])
+def test_of_latent_attention_only_the_rotary_key_is_wrong(options: str) -> None:
+    """Hence the input too; but for a norm of the queries without sequence parallelism, whose gradient is another finding."""
+    subject, case = read_case(f"Case('megatron_core.latent_self_attention', {LATENT}{options}), world_size=2)")
+    wrong = {violation.tensor.removesuffix(".grad") for violation in tpv.check_case(subject, case)}
+    assert wrong == {"x", "linear_kv_down_proj.weight"}
+
+
+def test_latent_attention_holds_for_one_token() -> None:
+    """Its key has no gradient."""
+    right = {"seq": 1, "sequence_parallel": False}
+    assert assert_holds(SUBJECTS["latent_self_attention"], lambda config: right, layouts=False) >= CASES
+
+
+def _simulated(program: Callable[[], Any], world_size: int) -> list[Any]:
+    subject = SUBJECTS["gpt"]
+    with subject.context_for(None):
+        return list(tpv.simulate(program, world_size, rank_local=subject.rank_local).results)
+
+
+def _parameters(case: str) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    """As they start, by rank and name, and their placements."""
+    subject, parsed = read_case(case)
+    placements = subject.placements_for(parsed.config)
+    found = _simulated(lambda: dict(subject.parallel(parsed.config).named_parameters()), parsed.world_size)
+    return found, {name: next(item.value for key, item in placements.items() if fnmatchcase(name, key)) for name in found[0]}
+
+
+MODEL = "hidden=4, heads=2, groups=2, head_dim=4, ffn=2, gated=True, qk_norm=True, tied=False"
+
+
+def test_cpu_initialization_makes_one_model_whatever_the_tp_degree() -> None:
+    (whole,), _ = _parameters(f"Case('megatron_core.gpt', GPTConfig({MODEL}), world_size=1)")
+    parts, placements = _parameters(f"Case('megatron_core.gpt', GPTConfig({MODEL}), world_size=2)")
+    for name, layout in placements.items():
+        assert torch.equal(unshard([part[name] for part in parts], layout, whole[name].shape), whole[name]), name
+
+
+def test_learned_sinks_start_equal_on_every_rank() -> None:
+    """Wrong: each rank draws its own heads' offsets from the same numbers, and so do all draws after it."""
+    parts, _ = _parameters(f"Case('megatron_core.gpt', GPTConfig({MODEL}, softmax='learnable'), world_size=2)")
+    name = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    assert torch.equal(parts[0][name], parts[1][name])
+
+
+@pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
+def test_gradient_norm_counts_every_parameter_once(softmax: str) -> None:
+    """Wrong for learned sinks, whose shards count on rank 0 only (Megatron-LM issue 7452 (8))."""
+    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+
+    subject, case = read_case(f"Case('megatron_core.gpt', GPTConfig({MODEL}, softmax={softmax!r}), world_size=2)")
+    placements = _parameters(repr(case))[1]
+    counted = _simulated(
+        lambda: {
+            name: param_is_not_tensor_parallel_duplicate(parameter) for name, parameter in subject.parallel(case.config).named_parameters()
+        },
+        2,
+    )
+    wrong = {name for name, layout in placements.items() if counted[1][name] == isinstance(layout, Replicate) or not counted[0][name]}
+    sinks = {"decoder.layers.0.self_attention.core_attention.softmax_offset"}
+    assert wrong == (sinks if softmax == "learnable" else set())
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_stride_cuts_each_block_of_the_initial_weight_by_itself(kind: str) -> None:
+    from megatron.core import tensor_parallel as tp
+
+    from tpverify.adapters.megatron_core.environment import begin, transformer_config
+
+    def weight(stride: int) -> Tensor:
+        begin()
+        common: dict[str, Any] = {"config": transformer_config(), "init_method": torch.nn.init.normal_, "bias": False, "stride": stride}
+        if kind == "column":
+            layer: Any = tp.ColumnParallelLinear(3, 8, **common)
+        else:
+            layer = tp.RowParallelLinear(8, 3, input_is_parallel=True, skip_bias_add=False, **common)
+        found: Tensor = layer.weight.detach()
+        return found
+
+    dim = 0 if kind == "column" else 1
+    (whole,) = _simulated(lambda: weight(1), 1)
+    for stride, layout in ((1, Shard(dim)), (2, FusedShard(dim, (Block(4), Block(4))))):
+        assert torch.equal(unshard(_simulated(lambda: weight(stride), 2), layout, whole.shape), whole)  # noqa: B023
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_a_router_needs_transformer_engine_in_one_version() -> None:
+    """Wrong in 0.16.1: it asks whether a name is None that is not defined without Transformer Engine."""
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    with pytest.raises(NameError) if VERSION == "0.16.1" else contextlib.nullcontext():
+        router_gating_linear(torch.ones(1, 1, 2), torch.ones(3, 2), None, torch.float32)
+
+
+def test_latent_attention_cannot_be_built_from_the_local_specification() -> None:
+    """Wrong (Megatron-LM issue 1589): its core attention takes no ``k_channels``."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from tpverify.adapters.megatron_core.environment import begin, transformer_config
+
+    def build() -> None:
+        begin()
+        config = transformer_config(False, MLATransformerConfig, kv_channels=2)
+        build_module(get_gpt_layer_local_spec(multi_latent_attention=True), config=config, layer_number=1)
+
+    with pytest.raises(tpv.RankError, match="k_channels"):
+        _simulated(build, 1)
