@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tpverify.errors import SubjectError
 from tpverify.run import Placed
-from tpverify.sharding import Partial, Placement, as_placement, describe, local_shape, shard
+from tpverify.sharding import Block, FusedShard, Partial, Placement, as_placement, describe, local_shape, shard
 
 
 def named_tensors(output: Any) -> dict[str, torch.Tensor]:
@@ -77,6 +78,9 @@ def mesh_placement(tensor: DTensor, name: str) -> Placement:
     if len(tensor.placements) != 1:
         raise SubjectError(f"Expected a DTensor on a mesh of one axis but got {name} with placements={tensor.placements}")
     placement: Any = tensor.placements[0]
+    if isinstance(placement, _StridedShard):  # DTensor's private word for blocks of equal size, each of which is sharded
+        count = placement.split_factor
+        return Placement(FusedShard(placement.dim, (Block(tensor.shape[placement.dim] // count),) * count))
     return as_placement(placement)
 
 
