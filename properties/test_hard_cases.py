@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from tpverify.verification import check_case, read_case
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tpverify as tpv
+from tpverify.verification import check_case, read_case, typical_case
 
 CASES = [
     # Logits near 1000 carry an absolute error of 1e-13, which exp makes a relative one.
@@ -17,3 +27,77 @@ CASES = [
 @pytest.mark.parametrize("text", CASES)
 def test_no_wolf(text: str) -> None:
     assert check_case(*read_case(text)) == []
+
+
+class Scaled(nn.Module):
+    """Two outputs, of which one is no number in any case."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens] -> [tokens], []."""
+        return self.factor * x * self.weight, (x - x).sum() / 0.0
+
+
+class Recomputed(nn.Module):
+    """A table and a head that are one parameter, with a forward that runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, 3] -> the same."""
+        result: Tensor = checkpoint(lambda x: self.head(self.table(x).tanh()), x, use_reentrant=False)
+        return result
+
+
+def replicated(reference: Callable[[Any], nn.Module], parallel: Callable[[Any], nn.Module], shape: tuple[int, ...]) -> tpv.Subject:
+    """A subject whose ranks all do the same."""
+    return tpv.Subject(
+        name="replicated",
+        reference=reference,
+        parallel=parallel,
+        configs=tpv.configs(unused=st.just(0)),
+        inputs=lambda c: {"x": tpv.Input(shape)},
+        placements={"*": tpv.Replicate()},
+    )
+
+
+def test_what_is_no_number_hides_nothing_else() -> None:
+    right, wrong = (replicated(lambda c: Scaled(1.0), lambda c, f=f: Scaled(f), (3,)) for f in (1.0, 1.5))  # type: ignore[misc]
+    case = typical_case(right, 2)
+    assert check_case(right, case) == []
+    assert {(violation.check, violation.tensor) for violation in check_case(wrong, case)} == {
+        ("forward", "output[0]"),
+        ("parameter-gradient", "weight.grad"),
+    }
+
+
+def test_a_reference_may_run_forward_again_in_backward() -> None:
+    subject = replicated(lambda c: Recomputed(), lambda c: Recomputed(), (2, 3))
+    assert check_case(subject, replace(typical_case(subject, 2), calls="twice")) == []
+
+
+def test_failures_in_single_precision_are_explained() -> None:
+    text = (
+        "Case('tpverify.mutants:positions_added_before_the_sum', LanguageModelConfig(hidden=4, heads=2, kv_heads=2, bias=False, ffn=2, "
+        "tied=False), world_size=2, dtype='float32')"
+    )
+    assert any("rows of position.weight" in violation.diagnosis for violation in check_case(*read_case(text)))
+
+
+def test_uneven_parts_are_not_calls_out_of_order() -> None:
+    def program() -> list[float]:
+        rank, received = dist.get_rank(), []
+        for sent, taken in ((2, [2, 1]), (1, [1, 2])) if rank == 0 else ((1, [2, 1]), (2, [1, 2])):
+            out = torch.empty(sum(taken))
+            dist.all_to_all_single(out, torch.full((2 * sent,), float(rank)), taken, [sent, sent])
+            received.append(float(out.sum()))
+        return received
+
+    assert tpv.simulate(program, world_size=2).results == [[1.0, 2.0], [1.0, 2.0]]

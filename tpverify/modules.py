@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -199,3 +200,19 @@ def graph_depth(outputs: Iterable[torch.Tensor]) -> int:
         if node not in depth:
             depth[node] = 1 + max((depth[following] for following, _ in node.next_functions), default=0)
     return max(depth.values())
+
+
+@contextlib.contextmanager
+def parameters_replaced(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Within the block the module has other parameters, one for each name, so that tied ones are several."""
+    replaced = []
+    for name in parameters:
+        path, _, own = name.rpartition(".")
+        owner = module.get_submodule(path)
+        replaced.append((owner, own, owner._parameters[own]))
+        owner._parameters[own] = parameters[name]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for owner, own, parameter in replaced:
+            owner._parameters[own] = parameter

@@ -243,8 +243,8 @@ def _uses(module: nn.Module, subject: Subject, case: Case, logical: Logical) -> 
         with torch.no_grad():
             for name, value in (logical.stepped if call else logical.parameters).items():
                 untied[name].copy_(value)
-        output = torch.func.functional_call(module, untied, tuple(leaves.values()), tie_weights=False)
-        start_backward(modules.named_tensors(output), cotangents, case.layout)
+        with modules.parameters_replaced(module, untied):  # in backward too, which may run forward again
+            start_backward(modules.named_tensors(module(*leaves.values())), cotangents, case.layout)
     return {name: modules.on_host(gradient) for name in tied if (gradient := untied[name].grad) is not None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpverify.checks.finding import Finding, compare_placed, gradient_scale, is_finite, parts_of, started_backward
+from tpverify.checks.finding import Finding, compare_placed, gradient_scale, is_nan, parts_of, started_backward
 from tpverify.checks.inside import modules_at_fault, modules_at_fault_in_backward
 from tpverify.run import Comparison, Placed
 from tpverify.sharding import shard
@@ -13,9 +13,11 @@ from tpverify.trace import guess_layout
 
 def forward(comparison: Comparison) -> list[Finding] | None:
     """Every output equals the reference's, on every rank."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks or not is_finite(comparison):
+    if not comparison.parallel.ranks or not comparison.reference.ranks:
         return None
     expected = comparison.reference.ranks[0].outputs
+    if all(is_nan(placed) for placed in expected.values()):
+        return None
     other: dict[tuple[str, ...], list[int]] = {}
     for rank, run in enumerate(comparison.parallel.ranks):
         if set(run.outputs) != set(expected):
@@ -64,7 +66,7 @@ def _as_loaded(comparison: Comparison, expected: torch.Tensor, actual: dict[int,
 
 def input_gradient(comparison: Comparison) -> list[Finding] | None:
     """The gradient with respect to every input equals the reference's, on every rank."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks or not is_finite(comparison) or not started_backward(comparison):
+    if not comparison.parallel.ranks or not comparison.reference.ranks or not started_backward(comparison):
         return None
     expected = comparison.reference.ranks[0].input_gradients
     rms = gradient_scale(comparison)
@@ -74,12 +76,12 @@ def input_gradient(comparison: Comparison) -> list[Finding] | None:
         findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
     if findings:
         return findings + modules_at_fault_in_backward(comparison)
-    return findings if expected else None
+    return findings if any(not is_nan(placed) for placed in expected.values()) else None
 
 
 def parameter_gradient(comparison: Comparison) -> list[Finding] | None:
     """The gradient of every parameter, after ``finalize_gradients``, equals the reference's; None where it has one is a violation."""
-    if not comparison.parallel.ranks or not comparison.reference.ranks or not is_finite(comparison) or not started_backward(comparison):
+    if not comparison.parallel.ranks or not comparison.reference.ranks or not started_backward(comparison):
         return None
     expected = comparison.reference.ranks[0].parameter_gradients
     aliases = {name for names in comparison.parallel.ranks[0].ties for name in names[1:]}
@@ -91,7 +93,7 @@ def parameter_gradient(comparison: Comparison) -> list[Finding] | None:
             findings += compare_gradient(comparison, f"{name}.grad", placed, actual, rms)
     if findings and not input_gradient(comparison):  # which names the modules otherwise
         return findings + modules_at_fault_in_backward(comparison)
-    return findings if expected else None
+    return findings if any(not is_nan(placed) for placed in expected.values()) else None
 
 
 def compare_gradient(comparison: Comparison, label: str, expected: Placed, actual: dict[int, Placed], rms: float) -> list[Finding]:

@@ -87,12 +87,17 @@ def fit_of(comparison: Comparison, label: str = "") -> float:
 
 
 def is_finite(comparison: Comparison) -> bool:
-    """Whether the reference's outputs and gradients are numbers at all: what it turns into NaN cannot be compared."""
+    """Whether all of the reference's outputs and gradients are numbers."""
     for reference in (comparison.reference.ranks[0], comparison.reference.oracle or comparison.reference.ranks[0]):
         held = (*reference.outputs.values(), *reference.input_gradients.values(), *reference.parameter_gradients.values())
-        if any(bool(placed.local.isnan().any()) for placed in held if placed.local is not None):
+        if any(is_nan(placed) for placed in held):
             return False
     return True
+
+
+def is_nan(placed: Placed) -> bool:
+    """Whether a tensor holds anything that is no number."""
+    return placed.local is not None and bool(placed.local.isnan().any())
 
 
 def started_backward(comparison: Comparison) -> bool:
@@ -133,6 +138,9 @@ def compare_placed(
         rms: root mean square below which differences are noise, see :func:`tpverify.tolerance.compare`.
         oracle: half precision only: the logical tensor in float64; None = that of the reference's oracle.
     """
+    oracle = oracle_of(comparison, label) if oracle is None else oracle
+    if bool(expected.isnan().any()) or (oracle is not None and bool(oracle.isnan().any())):
+        return []  # no number, so nothing to be held to
     if comparison.reference.sensitivity.get(label, 0.0) * SENSITIVITY >= LOOSEST:
         return []  # nothing but rounding: any value is as right as another
     size = comparison.case.world_size
@@ -146,7 +154,6 @@ def compare_placed(
         total = torch.stack([_wide(part) for part in summed]).sum(0) if len({t.shape for t in summed}) == 1 else summed[0]
         held = {rank: Placed(total, Replicate()) for rank in held}
     findings: dict[str, list[int]] = {}
-    oracle = oracle_of(comparison, label) if oracle is None else oracle
     errors = None if oracle is None or not bound_of(comparison) else Errors(comparison, label, expected, oracle, rms)
     for rank, placed in held.items():
         assert placed.local is not None
@@ -180,6 +187,8 @@ def explain(comparison: Comparison, label: str, expected: torch.Tensor, actual: 
         actual: every rank's part, in one layout.
     """
     fit = fit_of(comparison, label)
+    expected = _wide(expected)
+    actual = {rank: Placed(None if placed.local is None else _wide(placed.local), placed.layout) for rank, placed in actual.items()}
     addends = {name: tensor for name, tensor in _addends(comparison).items() if not label.endswith(".grad")}
     unwritten = comparison.case.layout != "contiguous" or any(record.is_async for record in comparison.parallel.ledger)
     line = diagnose(label, expected, actual, comparison.case.world_size, fit, addends, unwritten)

@@ -121,7 +121,8 @@ def origin(record: Record, depth: int | None = None) -> Origin:
     Args:
         depth: how many of the user's frames count, from the innermost; None = all.
     """
-    return (record.kind, record.reduce_op, record.root, record.input_sizes, record.phase, record.module, record.call_sites[:depth])
+    sizes = () if record.kind == "all_to_all" or _declares_uneven(record) else record.input_sizes  # each rank's own
+    return (record.kind, record.reduce_op, record.root, sizes, record.phase, record.module, record.call_sites[:depth])
 
 
 @dataclass
