@@ -105,6 +105,16 @@ def test_what_backends_refuse_is_refused_likewise(certifier: Certifier, step: St
     assert certifier.differences(program) == []
 
 
+def test_of_two_faults_on_different_ranks_either_may_end_the_run(certifier: Certifier) -> None:
+    refused = Step("all_reduce", group=1, op="BAND")
+    program = Program(3, (refused, Step("all_reduce", fault="own shape")), groups=((0,),))
+    assert all(certifier.differences(program) == [] for _ in range(5))
+    mismatch = outcome(replace(program, steps=program.steps[1:]))
+    assert certify._other_fault(program, outcome(program), mismatch)
+    assert not certify._other_fault(program, outcome(program), Outcome([], None, None))
+    assert not certify._other_fault(replace(program, steps=(refused,)), outcome(program), mismatch)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_backend_that_hangs_is_asked_again_once(certifier: Certifier, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left, hung = [times], certifier.count.hung

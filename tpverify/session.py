@@ -11,7 +11,7 @@ from typing import Any
 
 from tpverify.case import Case, without_call
 from tpverify.checks.catalogue import NUMERIC, apply, selected
-from tpverify.checks.finding import Finding
+from tpverify.checks.finding import SINGLE, Finding
 from tpverify.device import checked_device
 from tpverify.errors import CaseError, RankTimeout
 from tpverify.options import CPU, DTYPES, WORLDS
@@ -129,7 +129,8 @@ class Session:
         found = self._repairs.get(violation.case, {})
         repair = found.get(key_of(violation)) or next((text for key, text in found.items() if key[0] == violation.check), "")
         depends = self._depends.get(violation.case, "") if violation.check in CHECKED else ""
-        lines = [violation.diagnosis, "" if is_explained(violation) else repair, depends]
+        told = "" if repair and SINGLE in violation.diagnosis else violation.diagnosis
+        lines = [told, "" if is_explained(violation) else repair, depends]
         return dataclasses.replace(violation, diagnosis="; ".join(filter(None, lines)))
 
     def violations_of(self, key: Key) -> list[Violation]:
@@ -206,8 +207,8 @@ def _first_wrong_call(found: Iterable[tuple[str, Finding]]) -> int:
 
 
 def is_explained(violation: Violation) -> bool:
-    """Whether a pattern fits: not all lines of diagnosis say so, some only describe."""
-    return " fit" in violation.diagnosis
+    """Whether a pattern fits: not all lines of diagnosis say so, some only describe, and small errors may pass for rounding."""
+    return " fit" in violation.diagnosis and SINGLE not in violation.diagnosis
 
 
 def world_named(name: str, device: str = CPU) -> tuple[World | None, str]:

@@ -34,6 +34,12 @@ LOOSEST = 0.25
 FIT = 16.0
 """Roundings of half precision to which a pattern must explain a difference."""
 
+SINGLE = "fits this: if the code is meant to compute in it"
+"""Said of errors that are as small as those of single precision."""
+
+ROUNDING = 2e-5
+"""Relative errors beyond this are no sign of single precision, however deep the model."""
+
 NOT_ROUNDING = 1e4
 """An error of fewer times the bound is no sign of a narrower dtype, which is coarser by 5e8."""
 
@@ -229,6 +235,7 @@ def _rounding(comparison: Comparison, expected: torch.Tensor, actual: Mapping[in
     if not expected.is_floating_point() or (dtype is comparison.dtype and not exact) or unit_roundoff(comparison.dtype) > WIDE:
         return ""
     bound = tolerance(dtype, comparison.reference.depth, comparison.reference.terms)
+    bound = bound if exact else min(bound, ROUNDING)
     coarse = exact
     for rank, placed in actual.items():
         part = shard(expected, placed.layout, rank, comparison.case.world_size)
@@ -242,7 +249,7 @@ def _rounding(comparison: Comparison, expected: torch.Tensor, actual: Mapping[in
         return ""
     if exact:
         return f"{dtype} rounding fits this: exact=True promises arithmetic without rounding on small integers"
-    return f"{dtype} rounding fits this: if the code is meant to compute in it, the subject needs precision={dtype}"
+    return f"{dtype} rounding {SINGLE}, the subject needs precision={dtype}"
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
