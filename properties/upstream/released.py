@@ -21,8 +21,8 @@ from tpverify.script.source import script
 from tpverify.strategies import cases
 from tpverify.verification import read_case
 
-CASES = 40
-"""Drawn of each subject's right paths."""
+CASES = 100 if settings().max_examples >= 1000 else 15
+"""Drawn of each subject's right paths; more in the nightly profile."""
 
 WITHOUT_TPVERIFY = 'import sys\n\nsys.modules["tpverify"] = None\n'
 """In front of a program, lets it and the processes that it starts fail to import tpverify."""
