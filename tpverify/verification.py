@@ -196,7 +196,7 @@ def property_test(
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
     unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
     most_ranks = None if session.world is None else session.world.most_ranks
-    driven = unhurried(given(cases(session.subject, allowed, most_ranks, dtypes))(holds))
+    driven = unhurried(given(cases(session.subject, allowed, most_ranks=most_ranks, dtypes=dtypes))(holds))
 
     def test() -> None:
         __tracebackhide__ = True
