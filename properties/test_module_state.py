@@ -79,6 +79,43 @@ def test_a_buffer_that_is_not_changed_is_found() -> None:
     assert [violation.tensor for violation in found] == ["buffer running after the run"]
 
 
+class Fused(nn.Module):
+    """Gate and up in one, and the largest value that each of their features has had."""
+
+    largest: Tensor
+
+    def __init__(self, features: int, wrong: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * features))
+        self.register_buffer("largest", torch.zeros(2 * features))
+        self.wrong = wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, features] -> the same."""
+        both = torch.cat([x, x], -1) * self.weight
+        self.largest.copy_(both.detach().abs().amax(0) + 0.1 * self.wrong)
+        gate, up = both.chunk(2, -1)
+        return gate * up
+
+
+def test_a_buffer_may_be_cut_block_by_block() -> None:
+    blocks = tpv.FusedShard(0, (tpv.Block(4), tpv.Block(4)))
+    right, wrong = (
+        tpv.Subject(
+            name="fused",
+            reference=lambda c: Fused(4),
+            parallel=lambda c, wrong=wrong: Fused(2, wrong),  # type: ignore[misc]
+            configs=st.just(CASE.config),
+            inputs=lambda c: {"x": tpv.Input((3, 4), placement=tpv.Shard(1))},
+            placements={"weight": blocks},
+            outputs=tpv.Shard(1),
+        )
+        for wrong in (False, True)
+    )
+    assert tpv.check_case(right, CASE) == []
+    assert [violation.tensor for violation in tpv.check_case(wrong, CASE)] == ["buffer largest after the run"]
+
+
 class Shrinks(RowParallelLinear):
     """Clips its weight after use, as the reference does not."""
 

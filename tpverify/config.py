@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,20 @@ class Config:
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={short_repr(value)}' for name, value in self._values)})"
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """By name, the values that a config is made of."""
+    if isinstance(config, Config):
+        return dict(config._values)
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+
+
+def with_values(config: Any, changes: Mapping[str, Any]) -> Any:
+    """The config with other values of some names."""
+    if isinstance(config, Config):
+        return Config(**{**values_of(config), **changes})
+    return dataclasses.replace(config, **changes)
 
 
 @dataclass(frozen=True)

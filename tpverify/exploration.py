@@ -171,6 +171,8 @@ class Explorer:
 
     def _with_larger(self, violation: Violation) -> Violation:
         told = [] if is_explained(violation) else self._told(key_of(violation))
+        if violation.world_size == 1:
+            told = [other for other in told if other.world_size == 1]  # what more ranks do wrong is another matter
         if not told:
             return violation
         commonest = Counter(_meaning(other) for other in told).most_common(1)[0][0]

@@ -28,6 +28,9 @@ from tpverify.world import World
 GROUP = "(the TP group of global ranks"
 """How the line begins that says which of two TP groups a finding is about."""
 
+ALONE = "it is wrong on one rank already, so not for want of communication"
+"""Said where nothing fits."""
+
 WITNESSES = 3
 """Other cases, one of which a repair must mend as well."""
 
@@ -130,7 +133,8 @@ class Session:
         repair = found.get(key_of(violation)) or next((text for key, text in found.items() if key[0] == violation.check), "")
         depends = self._depends.get(violation.case, "") if violation.check in CHECKED else ""
         told = "" if repair and SINGLE in violation.diagnosis else violation.diagnosis
-        lines = [told, "" if is_explained(violation) else repair, depends]
+        alone = violation.world_size == 1 and not (told or repair or depends) and violation.check in CHECKED
+        lines = [told, "" if is_explained(violation) else repair, depends, ALONE if alone else ""]
         return dataclasses.replace(violation, diagnosis="; ".join(filter(None, lines)))
 
     def violations_of(self, key: Key) -> list[Violation]:

@@ -14,6 +14,9 @@ from tpverify.modules import local_of, named_tensors
 from tpverify.run import ModuleCall, RankRun
 from tpverify.sharding import Layout, Replicate, Shard, unshard
 
+REPLICAS = 1e-3
+"""How far replicas may be apart and still be taken for one tensor: half precision's rounding."""
+
 
 @contextlib.contextmanager
 def tracing(module: nn.Module, calls: dict[str, ModuleCall]) -> Iterator[None]:
@@ -131,5 +134,8 @@ def _logical_inputs(
         layout = guess_layout(whole.shape, parts[0].shape, world_size)
         if layout is None or any(part.shape != parts[0].shape for part in parts):
             return None
+        inexact = whole.is_floating_point()
+        if inexact and isinstance(layout, Replicate) and not all(torch.allclose(part, parts[0], rtol=REPLICAS) for part in parts):
+            return None  # replicas that differ are no input of one device
         inputs.append(unshard(parts, layout, whole.shape))
     return inputs

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tpverify import options
 from tpverify.case import Case
 from tpverify.checks.catalogue import describe_checks
+from tpverify.config import values_of
 from tpverify.errors import CaseError
 from tpverify.exploration import Explorer
 from tpverify.lookup import addressed, builtin_subjects, load_subject, read_case
@@ -159,8 +160,7 @@ def _options_changed(config: Any) -> int:
 
 def _total_size(config: Any) -> int:
     """The sum of a config's sizes."""
-    numbers = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    return sum(number for number in numbers if isinstance(number, int) and not isinstance(number, bool))
+    return sum(number for number in values_of(config).values() if isinstance(number, int) and not isinstance(number, bool))
 
 
 def property_test(

@@ -46,5 +46,13 @@ def contradiction(config: Any) -> dict[str, tpv.Input]:
 unreduced = dataclasses.replace(
     BUILTIN["row_parallel_linear"], name="cli_subjects:unreduced", parallel=UnreducedLinear, configs=plain_configs, subgroups=False
 )
+named = tpv.Subject(
+    name="cli_subjects:named",
+    reference=lambda c: torch.nn.Linear(c.n, c.m),
+    parallel=lambda c: torch.nn.Linear(c.n, c.m),
+    configs=tpv.configs(n=st.integers(1, 3), m=st.integers(1, 3)),
+    inputs=lambda c: {"x": tpv.Input((2, c.n))},
+    placements={"*": tpv.Replicate()},
+)
 contradicting = dataclasses.replace(unreduced, name="cli_subjects:contradicting", inputs=contradiction)
 not_a_subject = 1

@@ -57,3 +57,10 @@ def test_counts_come_before_sizes() -> None:
     assert verdict([(1, 2), (1, 2)]) == "same"
     assert verdict([(1, 2), (1, 3)]) == "other size"
     assert verdict([(1, 2), (2, 2)]) == "other count"
+
+
+def test_subjects_with_ready_made_configs_stand_beside_each_other() -> None:
+    done = ledgers("cli_subjects:named", "cli_subjects:named")
+    assert done.exit_code == ExitCode.HELD, done.output
+    first, second = re.findall(r"^Case\(.*\)$", done.output, re.MULTILINE)
+    assert first == second and "Config(" in first

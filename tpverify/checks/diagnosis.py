@@ -157,7 +157,7 @@ def _constant_factor(expected: torch.Tensor, wanted: dict[int, torch.Tensor], lo
     rows = expected.reshape(-1, expected.shape[-1]).double()
     independent = int(torch.linalg.matrix_rank(rows, rtol=max(4 * fit, 1e-9))) > 1
     round_number = abs(factor * 100 - round(factor * 100)) < max(100 * fit, 1e-7)
-    if not (independent or round_number) or not same(a, factor * e, fit):
+    if abs(factor - 1) < 1e-6 or not (independent or round_number) or not same(a, factor * e, fit):
         return ""
     return f"every rank holds {factor:.6g} times the expected value: a constant factor fits this"
 

@@ -14,6 +14,7 @@ from tpverify.cli.app import error
 from tpverify.cli.exit_codes import ExitCode
 from tpverify.cli.params import is_verbose, seed_option, verbose_option
 from tpverify.cli.quiet import hush_torch
+from tpverify.config import values_of, with_values
 from tpverify.errors import CaseError
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def _beside(subject_name: str, other_name: str, world_size: int, seed: int) -> N
 
 def _likened(subject: Subject, case: Case, config: Any) -> Case:
     """The case with another config's values of the fields that both have, if the subject computes that."""
-    mine = {field.name for field in dataclasses.fields(case.config) if field.init}
-    common = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name in mine}
-    likened = dataclasses.replace(case, config=dataclasses.replace(case.config, **common)) if common else case
+    mine, others = values_of(case.config), values_of(config)
+    common = {name: value for name, value in others.items() if name in mine}
+    likened = dataclasses.replace(case, config=with_values(case.config, common)) if common else case
     refused = subject.rejects is not None and subject.rejects(likened.config, likened.world_size)
     return case if refused else likened
 

@@ -103,22 +103,26 @@ def of_collectives(brought: Brought, tp_groups: Sequence[Group], phases: Sequenc
     for op in OPS:
         for place in places:
             if place.reduce_op not in ("", op) and place not in replicated:
-                yield Repair(f"with {place.kind}({op}) in place of {place}", "a wrong reduce op", _Changed(place, _with_op(op)))
+                yield Repair(
+                    f"with {place.kind}({op}) in place of {place}", "a wrong reduce op", place.sites, _Changed(place, _with_op(op))
+                )
     for place in places:
         if place.kind == "all_reduce":
             for text, partition in _partitions(tp_groups):
                 if not brought.groups[place] <= set(partition):
                     repair = _Regrouped(place, partition, brought)
-                    yield Repair(f"if {place} goes over {text}", "a wrong group", repair)
+                    yield Repair(f"if {place} goes over {text}", "a wrong group", place.sites, repair)
     for place in places:
         if place.kind in ("all_reduce", "reduce_scatter") and place not in replicated:
             yield _without(place)
         if place.kind in PARTED and place.size > 1:
-            yield Repair(f"with the parts of {place} in reverse order", "parts taken in the wrong order", _Changed(place, _reversed))
+            yield Repair(
+                f"with the parts of {place} in reverse order", "parts taken in the wrong order", place.sites, _Changed(place, _reversed)
+            )
 
 
 def _without(place: Place) -> Repair:
-    return Repair(f"without {place}", "one reduction too many", _Changed(place, _left_out))
+    return Repair(f"without {place}", "one reduction too many", place.sites, _Changed(place, _left_out))
 
 
 def _partitions(tp_groups: Sequence[Group]) -> Iterator[tuple[str, tuple[Group, ...]]]:

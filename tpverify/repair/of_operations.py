@@ -89,9 +89,11 @@ def of_operations(noticed: Noticed, kinds: Sequence[str]) -> Iterator[Repair]:
     statistics = [each for each in operations if each.kind == STATISTIC]
     for operation in statistics:
         where = f"if {operation.name}{at(operation.sites)} sees the parts of all ranks"
-        for whole in (_over_all_ranks, _over_all_ranks_and_own_gradient):
-            yield _repair(where, "a local statistic", {operation}, whole)
+        yield _repair(where, "a local statistic", {operation}, _over_all_ranks)
+        yield _repair(f"{where}, whose gradient is the same on each", "a local statistic", {operation}, _over_all_ranks_and_own_gradient)
     for operation in statistics if DETACH in kinds else ():
+        what = f"if the gradient of what {operation.name}{at(operation.sites)} takes is summed over all ranks"
+        yield _repair(what, "a missing all_reduce in backward", {operation}, _copied)
         yield _repair(f"if {operation.name}{at(operation.sites)} is detached", "a gradient that should stop there", {operation}, _detached)
     for function in dict.fromkeys(each.function for each in statistics):
         together = {each for each in statistics if each.function == function}
@@ -105,7 +107,8 @@ def _repair(change: str, meaning: str, operations: set[Operation], substitute: S
     def handle(operation: Operation, call: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return substitute(operation, call, args, kwargs) if operation in operations else call()
 
-    return Repair(change, meaning, around=lambda: _Mode(handle))
+    sites = next(iter(operations)).sites if len(operations) == 1 else ()
+    return Repair(change, meaning, sites, around=lambda: _Mode(handle))
 
 
 Substitute = Callable[[Operation, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

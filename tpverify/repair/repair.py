@@ -21,6 +21,7 @@ class Repair:
     Attributes:
         change: in words, as in "with all_reduce(MAX) in place of all_reduce(SUM) at layer.py:12".
         meaning: the fault that it would take back.
+        sites: the frames of what is changed, which tell apart what the text does not.
         perturb: changes what collectives hand to their ranks; None = nothing.
         around: surrounds the program of every rank, in its thread.
         circumstances: fields of the case that are changed.
@@ -28,14 +29,21 @@ class Repair:
 
     change: str
     meaning: str
+    sites: Sites = ()
     perturb: Perturb | None = None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     circumstances: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def key(self) -> tuple[str, Sites]:
+        """What tells it from other repairs, in any case."""
+        return self.change, self.sites
+
+    @property
     def diagnosis(self) -> str:
         """What is said of a tensor that it mends."""
-        return f"right {self.change}: {self.meaning} fits this"
+        called = f" (called from {self.sites[1]})" if len(self.sites) > 1 and self.sites[1].filename != self.sites[0].filename else ""
+        return f"right {self.change}{called}: {self.meaning} fits this"
 
 
 def at(sites: Sites) -> str:

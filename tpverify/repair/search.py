@@ -16,7 +16,7 @@ from tpverify.rank_program import group_layouts
 from tpverify.repair.of_cases import of_cases
 from tpverify.repair.of_collectives import Brought, of_collectives
 from tpverify.repair.of_operations import CAST, DETACH, PRODUCT, STATISTIC, Noticed, of_operations
-from tpverify.repair.repair import Repair
+from tpverify.repair.repair import Repair, Sites
 from tpverify.run import Comparison
 from tpverify.runner import run_both
 from tpverify.sensitivity import sensitivity, spread
@@ -57,11 +57,11 @@ def repairs_of(
     others = [other for witness in witnesses if (other := _Failed(subject, witness, checks, timeout, device)).wrong]
     mended: dict[Key, str] = {}
     until = time.monotonic() + SECONDS
-    for tried, (text, repair) in enumerate(failed.repairs.items()):
+    for tried, (key_of_repair, repair) in enumerate(failed.repairs.items()):
         if not failed.wrong or tried >= MOST_REPAIRS or time.monotonic() > until:
             break
         keys = failed.mended_by(repair)
-        if not keys or not _is_confirmed(text, others):
+        if not keys or not _is_confirmed(key_of_repair, others):
             continue
         if keys == failed.wrong:
             return dict.fromkeys(keys, repair.diagnosis)
@@ -70,9 +70,9 @@ def repairs_of(
     return mended
 
 
-def _is_confirmed(text: str, others: Sequence[_Failed]) -> bool:
+def _is_confirmed(key: tuple[str, Sites], others: Sequence[_Failed]) -> bool:
     """Whether the repair mends one of the other cases, unless it can be tried in none."""
-    tried = [other.mended_by(other.repairs[text]) for other in others if text in other.repairs]
+    tried = [other.mended_by(other.repairs[key]) for other in others if key in other.repairs]
     answers = [mended for mended in tried if mended is not None]
     return any(answers) or not answers
 
@@ -95,16 +95,16 @@ class _Failed:
 
     Attributes:
         wrong: what is wrong in it.
-        repairs: what may be changed, by its text.
+        repairs: what may be changed, by ``Repair.key``.
     """
 
     def __init__(self, subject: Subject, case: Case, checks: Mapping[str, Check], timeout: float, device: str) -> None:
         self._subject, self._case, self._checks, self._timeout, self._device = subject, case, checks, timeout, device
         self._measured: tuple[Comparison, ...] = ()
         brought, noticed = Brought(), Noticed()
-        self.wrong = self._run(Repair("", "", brought, noticed.around)) or set()
+        self.wrong = self._run(Repair("", "", perturb=brought, around=noticed.around)) or set()
         self._forward = {key for key in self.wrong if key[0] == "forward"}
-        self.repairs = {repair.change: repair for repair in self._repairs(brought, noticed)} if self.wrong else {}
+        self.repairs = {repair.key: repair for repair in self._repairs(brought, noticed)} if self.wrong else {}
 
     def mended_by(self, repair: Repair) -> set[Key] | None:
         """What is right with the repair, and was not without; empty if anything else is wrong instead, None if it cannot be run."""

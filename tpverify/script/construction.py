@@ -87,7 +87,9 @@ def _home(subject: Subject, role: str, thing: Any) -> tuple[str, str]:
     module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
     if module not in ("", "__main__") and name.isidentifier() and getattr(sys.modules.get(module), name, None) is thing:
         return module, name
-    raise SubjectError(f"Expected {role} of {subject.name} to be importable by module and name but got {thing!r}: {WAY_OUT}")
+    raise SubjectError(
+        f"Expected {role} of {subject.name} to be importable by module and name but got {thing!r}: make it a named function, or {WAY_OUT}"
+    )
 
 
 def _classes(value: Any) -> Iterator[type]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tpverify import modules
 from tpverify.case import Case
 from tpverify.checks.catalogue import NUMERIC
+from tpverify.checks.equivalence import AFTERWARDS
 from tpverify.checks.finding import bound_of, gradient_scale, is_finite
 from tpverify.description import checked_module
 from tpverify.device import default_dtype
@@ -130,6 +131,11 @@ def facts_of(subject: Subject, case: Case, world: str) -> Facts:
     if case.groups != "world":
         raise CaseError(f"Expected a case that shows the same on one TP group but got groups={case.groups!r}: a script has one group")
     violations = session.run(case)
+    if violations and all(violation.tensor.endswith(AFTERWARDS) for violation in violations):
+        raise CaseError(
+            f"Expected a case that outputs or gradients show but got {case!r}, which shows in {violations[0].tensor} only: a script does"
+            " not look at what is left in the module"
+        )
     comparison = run_both(subject, case, traced=True)[0]
     case = comparison.case
     reference = run_reference(subject, case, 0, False)
