@@ -29,6 +29,7 @@ REUSED = {
     "test_hard_cases.py": "test_planted.py: the same cases",
     "test_calls.py": "test_planted.py: what is right and what is wrong from the second call on",
     "test_dtensor_subjects.py": "test_planted.py: the same wrong plans; the green path is in test_subjects.py",
+    "test_dtensor_linear.py": "test_subjects.py: the same subject over every place",
     "test_mutants.py": "test_planted.py: of the catalogue one bug of each kind for each check that must find it",
     "test_controls.py": "test_planted.py: the same controls",
     "test_conformance.py": "test_conformance.py: programs that every backend takes, on this device",

@@ -235,4 +235,5 @@ def _output_placements(subject: Subject, case: Case, outputs: Mapping[str, torch
     each = declared if isinstance(declared, tuple) else (declared,) * len(labels)
     by_label = {**dict.fromkeys(outputs, Placement(Replicate())), **dict(zip(labels, each, strict=True))}
     own = {label: modules.mesh_placement(output, label) for label, output in outputs.items() if isinstance(output, DTensor)}
-    return by_label | own
+    # A DTensor of summands is summed before it is used, so that each summand's gradient is the whole one.
+    return by_label | {label: Placement(p.value, Replicate()) if isinstance(p.value, Partial) else p for label, p in own.items()}

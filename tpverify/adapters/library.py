@@ -79,6 +79,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 LIBRARIES = {
     library.name: library
     for library in (
+        Library("deepspeed", "deepspeed", "0.19.8", "0.19.8", "pip install 'tpverify[deepspeed]'"),
         Library("fairscale", "fairscale", "0.4.13", "0.4.13", "pip install 'tpverify[fairscale]'"),
         Library("megatron_core", "megatron-core", "0.16.1", "0.19.2", "pip install 'tpverify[megatron]'"),
         Library("transformers", "transformers", "5.24.0", "5.24.0", "pip install 'tpverify[transformers]'"),

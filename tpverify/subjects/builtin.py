@@ -7,6 +7,7 @@ from tpverify.subjects.block import transformer_block
 from tpverify.subjects.cross_entropy_subject import vocab_parallel_cross_entropy
 from tpverify.subjects.dtensor_attention import dtensor_attention
 from tpverify.subjects.dtensor_embedding import dtensor_embedding
+from tpverify.subjects.dtensor_linear import dtensor_linear
 from tpverify.subjects.dtensor_llama import dtensor_llama
 from tpverify.subjects.dtensor_loss import dtensor_loss
 from tpverify.subjects.dtensor_mlp import dtensor_mlp
@@ -31,6 +32,7 @@ BUILTIN: dict[str, Subject] = {
         gpt,
         bert,
         all_gather_attention_block,
+        dtensor_linear,
         dtensor_mlp,
         dtensor_attention,
         dtensor_embedding,
