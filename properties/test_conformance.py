@@ -113,6 +113,10 @@ def test_of_two_faults_on_different_ranks_either_may_end_the_run(certifier: Cert
     assert certify._other_fault(program, outcome(program), mismatch)
     assert not certify._other_fault(program, outcome(program), Outcome([], None, None))
     assert not certify._other_fault(replace(program, steps=(refused,)), outcome(program), mismatch)
+    alone, all_of_them = Step("nn.gather", group=1), Step("all_gather", fault="output size")
+    program = Program(3, (alone, all_of_them), groups=((1,),))
+    assert certifier.differences(program) == []
+    assert certify._other_fault(program, outcome(program), outcome(replace(program, steps=(alone,))))
 
 
 @pytest.mark.parametrize("times", [1, 2])

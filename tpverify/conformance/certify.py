@@ -195,10 +195,11 @@ class Certifier:
 
 
 def _other_fault(program: Program, ours: Outcome, theirs: Outcome) -> bool:
-    """Whether one rank is refused before its peers disagree at the end: either may end the run where ranks do not take turns."""
-    if not isinstance(ours.error, RankError) or program.steps[-1].fault not in DISAGREEMENTS:
+    """Whether both name one of two faults on different ranks: either may end the run where ranks do not take turns."""
+    if not isinstance(ours.error, RankError) or theirs.error is None:
         return False
-    return not unequal_errors(outcome(replace(program, steps=program.steps[-1:])).error, theirs.error)
+    one_fault_less = (program.steps[:index] + program.steps[index + 1 :] for index in range(len(program.steps)))
+    return any(not unequal_errors(outcome(replace(program, steps=steps)).error, theirs.error) for steps in one_fault_less if steps)
 
 
 def _refused_alike(ours: RankError, ranks: Sequence[BareRank]) -> bool:
