@@ -252,7 +252,7 @@ DTENSOR_MLP = dataclasses.replace(BUILTIN["dtensor_mlp"], name="dtensor", config
 @pytest.mark.parametrize(
     ("subject", "max_examples", "operators"),
     [
-        (BUILTIN["row_parallel_linear"], 5, None),
+        (BUILTIN["row_parallel_linear"], 8, None),
         (BUILTIN["mlp"], 4, ("drop", "double", "as-max", "as-avg", "down-cast")),
         (DTENSOR_MLP, 1, ("drop", "double", "as-max", "down-cast")),
     ],

@@ -97,7 +97,7 @@ def test_a_slow_subject_is_not_explored_for_ages(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(exploration.time, "monotonic", lambda: next(clock))
     hasty = verified(subject, max_examples=30, checks=("forward",))
     assert found(hasty.violations) == found(patient.violations)
-    assert hasty.cases_run < patient.cases_run - 4
+    assert hasty.cases_run < patient.cases_run
 
 
 def test_a_smaller_case_that_the_reference_cannot_run_does_not_hide_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
