@@ -21,6 +21,11 @@ CASES = [
     "Case('vocab_parallel_cross_entropy', VocabParallelCrossEntropyConfig(z_loss=0.01), world_size=1, seed=143, values='spike')",
     # The table that the first call looks up is another one than at the end.
     "Case('vocab_parallel_embedding', VocabParallelEmbeddingConfig(vocab=2), world_size=2, seed=1, values='integers', calls='twice')",
+    # All tokens are equal, and so are their errors, which are no noise then.
+    "Case('attention', AttentionConfig(seq=3, hidden=9, heads=9, causal=False, bias=False, sequence_parallel=True), world_size=3, "
+    "layout='expanded', dtype='bfloat16')",
+    "Case('transformer_block', BlockConfig(seq=4, hidden=4, heads=2, causal=False, bias=False, sequence_parallel=True, ffn=2), "
+    "world_size=2, layout='expanded', dtype='bfloat16')",
     # A DTensor of summands, whose gradient is whole on every rank.
     "Case('dtensor_linear', DTensorLinearConfig(batch=2, seq=5, in_features=2, style='row', input='partial', output='partial', "
     "local_output=False), world_size=2, seed=1)",

@@ -13,7 +13,7 @@ from tpverify.sharding import Replicate, unshard
 from tpverify.tolerance import unit_roundoff
 
 PER_UNKNOWN = 8
-"""Elements that a tensor must have for each coefficient: with fewer, noise fits anything."""
+"""Different numbers that a tensor must have for each coefficient: with fewer, noise fits anything."""
 
 HALF_A_TIME, ERRORS = 0.5, 8.0
 """A coefficient is a finding where it is beyond half a contribution, beyond so many of its standard errors, and beyond what it
@@ -84,7 +84,8 @@ def _parts(comparison: Comparison, phase: str, result: torch.Tensor | None) -> l
 
 def _counted(difference: torch.Tensor, addends: Mapping[str, torch.Tensor], u: float) -> list[str] | None:
     """What counts too often or not at all; None if the tensor is too small to tell."""
-    if difference.numel() < PER_UNKNOWN * len(addends) or not bool(difference.isfinite().all()):
+    # Tokens that are equal, as expanded ones are, are off by equal amounts: only different numbers tell anything.
+    if len(set(difference.flatten().tolist())) < PER_UNKNOWN * len(addends) or not bool(difference.isfinite().all()):
         return None
     addends = {name: addend for name, addend in addends.items() if bool(addend.any())}
     if not addends:
