@@ -29,8 +29,8 @@ def contribution(comparison: Comparison) -> list[Finding] | None:
     so that a small contribution among large ones is seen as well.
     """
     run, oracle = comparison.parallel, comparison.reference.oracle
-    if not run.ranks or oracle is None or len(run.ranks) == 1 or comparison.case.calls != "once":
-        return None
+    if not run.ranks or oracle is None or len(run.ranks) == 1 or comparison.case.calls != "once" or comparison.case.layout == "expanded":
+        return None  # tokens that are equal are off by equal amounts, which is no noise
     found: list[Finding] = []
     looked = False
     biases = {name: placed.local for name, placed in comparison.reference.ranks[0].parameters.items() if placed.local is not None}
@@ -84,7 +84,6 @@ def _parts(comparison: Comparison, phase: str, result: torch.Tensor | None) -> l
 
 def _counted(difference: torch.Tensor, addends: Mapping[str, torch.Tensor], u: float) -> list[str] | None:
     """What counts too often or not at all; None if the tensor is too small to tell."""
-    # Tokens that are equal, as expanded ones are, are off by equal amounts: only different numbers tell anything.
     if len(set(difference.flatten().tolist())) < PER_UNKNOWN * len(addends) or not bool(difference.isfinite().all()):
         return None
     addends = {name: addend for name, addend in addends.items() if bool(addend.any())}
