@@ -246,7 +246,7 @@ def test_a_case_that_cancels_is_looked_at_again() -> None:
     looks = []
     compare = session._compare
 
-    def watched(case: Case, *, traced: bool, **options: Any) -> Any:
+    def watched(case: Case, *, traced: int, **options: Any) -> Any:
         found, applied = compare(case, traced=traced, **options)
         looks.append((traced, bool(found)))
         return found, applied
