@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, settings
 
-from tpverify.adapters.library import LIBRARIES
+from tpverify.adapters.libraries import LIBRARIES
 
 # A case runs several simulated ranks: it is slow by nature, and slower on a busy machine. Neither says that anything is wrong.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large], "print_blob": True}

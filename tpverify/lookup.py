@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from tpverify.adapters.library import library_of
+from tpverify.adapters.libraries import library_of
 from tpverify.case import Case, parse_case, subject_of
 from tpverify.config import Config
 from tpverify.description import check_subject

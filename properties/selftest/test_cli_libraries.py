@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tpverify.adapters.library import LIBRARIES, Library
+from tpverify.adapters.libraries import LIBRARIES, Library
 from tpverify.cli import main
 from tpverify.cli.exit_codes import ExitCode
 from tpverify.errors import CaseError

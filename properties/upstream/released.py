@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import tpverify as tpv
-from tpverify.adapters.library import LIBRARIES
+from tpverify.adapters.libraries import LIBRARIES
 from tpverify.case import Case
 from tpverify.script.source import script
 from tpverify.strategies import cases

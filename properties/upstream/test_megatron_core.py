@@ -17,7 +17,7 @@ from released import CASES, assert_found, assert_holds, found_on, subjects_of
 from torch import Tensor
 
 import tpverify as tpv
-from tpverify.adapters.library import LIBRARIES
+from tpverify.adapters.libraries import LIBRARIES
 from tpverify.case import Case
 from tpverify.lookup import read_case
 from tpverify.sharding import Block, FusedShard, Replicate, Shard, unshard

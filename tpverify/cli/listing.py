@@ -14,7 +14,7 @@ from tpverify.cli.params import is_verbose, verbose_option
 from tpverify.errors import CaseError
 
 if TYPE_CHECKING:
-    from tpverify.adapters.library import Library
+    from tpverify.adapters.libraries import Library
 
 
 @click.command("list")
@@ -39,7 +39,7 @@ def command() -> None:
 
 def _libraries() -> Table:
     """What each adapter verifies here, or the line that installs its library."""
-    from tpverify.adapters.library import LIBRARIES
+    from tpverify.adapters.libraries import LIBRARIES
 
     table = Table("library", "version", "adapter", "subjects, or how to install it", box=box.SIMPLE, pad_edge=False)
     for library in LIBRARIES.values():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console, RenderableType
 
-from tpverify.adapters.library import library_of
+from tpverify.adapters.libraries import library_of
 from tpverify.cli.app import error
 from tpverify.cli.exit_codes import ExitCode
 from tpverify.cli.params import is_verbose, seed_option, verbose_option

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 import tpverify
-from tpverify.adapters.library import library_of
+from tpverify.adapters.libraries import library_of
 from tpverify.case import Case, call_label
 from tpverify.errors import CaseError
 from tpverify.logical import in_order

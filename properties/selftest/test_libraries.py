@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tpverify.adapters.library import LIBRARIES, Library, library_of
+from tpverify.adapters.libraries import LIBRARIES, Library, library_of
 from tpverify.errors import CaseError
 from tpverify.verification import load_subject
 
