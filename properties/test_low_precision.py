@@ -196,7 +196,7 @@ def test_what_a_row_may_be_off_by() -> None:
         expected = torch.tensor([(1 + 2 * math.sqrt(size)) * 0.1 + 8 * U * 5 + 4 * U * typical, 4 * U * typical], dtype=torch.float64)
         torch.testing.assert_close(allowed_errors(single, oracle, size, torch.bfloat16), expected)
     wide = allowed_errors(single, oracle, 1, torch.bfloat16, spread=torch.full((2, 2), 1.0, dtype=torch.float64))
-    assert float(wide[1]) == pytest.approx(3 * 3 * math.sqrt(2) + 4 * U * typical)
+    assert float(wide[1]) == pytest.approx(3 * 2 * math.sqrt(2) + 4 * U * typical)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

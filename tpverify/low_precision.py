@@ -16,7 +16,7 @@ SCALE = 0.64
 """Roundings by which the scale of even a large tensor may be off: 2.5e-3 in bfloat16; see :func:`allowed_scale`."""
 
 
-TAIL = 3.0
+TAIL = 2.0
 """What a rare row is off by, relative to the largest error that five runs show."""
 
 INDEPENDENT = 4.0
