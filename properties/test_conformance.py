@@ -119,6 +119,13 @@ def test_of_two_faults_on_different_ranks_either_may_end_the_run(certifier: Cert
     assert certify._other_fault(program, outcome(program), outcome(replace(program, steps=(alone,))))
 
 
+def test_a_group_of_others_that_is_used_again_is_that_group(certifier: Certifier) -> None:
+    for members in ((2, 0), (2,), (2, 0)):
+        for root in range(len(members)):
+            program = Program(3, (Step("broadcast", group=1, root=root, fault="outsiders"),), groups=(members,))
+            assert certifier.differences(program) == []
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_backend_that_hangs_is_asked_again_once(certifier: Certifier, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left, hung = [times], certifier.count.hung

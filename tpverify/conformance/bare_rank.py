@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from tpverify.conformance.calls import CALLS
 from tpverify.conformance.interpreter import run_program
@@ -65,6 +66,9 @@ def _answer(program: Program, groups: Groups) -> dict[str, Any]:
         taken[tuple(members)] += 1
         if key not in groups:
             groups[key] = dist.new_group(list(members), group_desc=f"{'-'.join(map(str, members))}/{key[1]}")
+        if groups[key] == dist.GroupMember.NON_GROUP_MEMBER:
+            # All groups of others are one to torch, which knows the ranks of the newest.
+            c10d._world.pg_group_ranks[groups[key]] = {member: place for place, member in enumerate(sorted(members))}
         return groups[key]
 
     torch.set_default_dtype(torch.float64)
