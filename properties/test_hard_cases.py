@@ -88,6 +88,28 @@ def test_what_is_no_number_hides_nothing_else() -> None:
     }
 
 
+class Places(nn.Module):
+    """Where the largest numbers are, counted from 1; times a factor, or backwards."""
+
+    def __init__(self, factor: int, backwards: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+        self.factor, self.backwards = factor, backwards
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, 8] -> [tokens, 8], [tokens, 8] of int64."""
+        places = (x.argsort(-1) + 1) * self.factor
+        return x * self.weight, places.flip(-1) if self.backwards else places
+
+
+def test_ids_are_no_multiples_of_each_other_but_may_stand_elsewhere() -> None:
+    doubled, turned = (replicated(lambda c: Places(1, False), lambda c, b=b: Places(*b), (3, 8)) for b in ((2, False), (1, True)))  # type: ignore[misc]
+    (found,) = check_case(doubled, typical_case(doubled, 2))
+    assert (found.tensor, found.diagnosis) == ("output[1]", "")
+    (found,) = check_case(turned, typical_case(turned, 2))
+    assert "the right slices stand in another order along dimension 1" in found.diagnosis
+
+
 def test_a_reference_may_run_forward_again_in_backward() -> None:
     subject = replicated(lambda c: Recomputed(), lambda c: Recomputed(), (2, 3))
     assert check_case(subject, replace(typical_case(subject, 2), calls="twice")) == []

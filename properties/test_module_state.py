@@ -116,6 +116,28 @@ def test_a_buffer_may_be_cut_block_by_block() -> None:
     assert [violation.tensor for violation in tpv.check_case(wrong, CASE)] == ["buffer largest after the run"]
 
 
+class Turned(Fused):
+    """With the buffer's features in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, features] -> the same."""
+        result = super().forward(x)
+        self.largest.copy_(self.largest.flip(0))
+        return result
+
+
+def test_on_one_rank_there_is_one_order() -> None:
+    subject = tpv.Subject(
+        name="turned",
+        reference=lambda c: Fused(4),
+        parallel=lambda c: Turned(4),
+        configs=st.just(CASE.config),
+        inputs=lambda c: {"x": tpv.Input((3, 4))},
+        placements={"weight": tpv.Replicate()},
+    )
+    assert [violation.tensor for violation in tpv.check_case(subject, replace(CASE, world_size=1))] == ["buffer largest after the run"]
+
+
 class Shrinks(RowParallelLinear):
     """Clips its weight after use, as the reference does not."""
 

@@ -90,6 +90,11 @@ def narrow_statistic(x: Tensor) -> Tensor:
     return summed((x.bfloat16() ** 2).to(x.dtype).sum(-1, keepdim=True)).rsqrt()
 
 
+def narrow_sum(x: Tensor) -> Tensor:
+    """Right, but summed in another precision."""
+    return summed((x * x).sum(dim=-1, keepdim=True, dtype=torch.bfloat16).to(x.dtype)).rsqrt()
+
+
 def largest_statistic(x: Tensor) -> Tensor:
     """The largest of the ranks' sums in place of their sum."""
     square = (x * x).sum(-1, keepdim=True).detach()
@@ -103,6 +108,7 @@ STATISTICS: dict[Callable[[Tensor], Tensor], tuple[str, str]] = {
     detached_statistic: ("without no_grad", "a detached branch"),
     detached_input: ("without detach", "a detached branch"),
     narrow_statistic: ("without the cast to bfloat16", "its rounding"),
+    narrow_sum: ("without dtype=bfloat16 of sum", "its rounding"),
     largest_statistic: ("with all_reduce(SUM) in place of all_reduce(MAX)", "a wrong reduce op"),
 }
 

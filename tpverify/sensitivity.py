@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,6 +19,22 @@ from tpverify.tolerance import relative_error, row_errors, unit_roundoff
 
 REPEATS = 5
 """How often the reference runs with values that are off by a rounding."""
+
+
+def measure(comparisons: Sequence[Comparison], device: str = CPU) -> None:
+    """Find out what roundings do to the references of one case, one for each TP group, and hold the comparisons to that."""
+    for group, comparison in enumerate(comparisons):
+        if comparison.reference.oracle is not None:
+            comparison.reference.spread = spread(comparison, group, device)
+        elif comparison.reference.ranks:
+            comparison.reference.sensitivity = sensitivity(comparison, group, device)
+
+
+def hold_alike(comparisons: Sequence[Comparison], measured: Sequence[Comparison]) -> None:
+    """Hold the comparisons of a case to what was measured of it before."""
+    for comparison, known in zip(comparisons, measured, strict=True):
+        comparison.reference.sensitivity = known.reference.sensitivity
+        comparison.reference.spread = known.reference.spread
 
 
 def spread(comparison: Comparison, group: int, device: str = CPU) -> dict[str, Spread]:

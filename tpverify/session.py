@@ -19,7 +19,7 @@ from tpverify.processes.world import process_world
 from tpverify.repair.search import CHECKED, circumstances_of, repairs_of
 from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
-from tpverify.sensitivity import sensitivity, spread
+from tpverify.sensitivity import measure
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation
@@ -185,11 +185,9 @@ class Session:
             world=self.world,
             device=self.device,
         )
-        for group, comparison in enumerate(comparisons):
-            if traced and comparison.reference.oracle is not None:
-                comparison.reference.spread = spread(comparison, group, self.device)
-            elif traced and comparison.reference.ranks:
-                comparison.reference.sensitivity = sensitivity(comparison, group, self.device)
+        if traced:
+            measure(comparisons, self.device)
+        for comparison in comparisons:
             self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
             for name, findings in apply(self.checks, comparison, largest).items():
                 if findings is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,9 @@ class RegionConfig:
     hidden: int = 1
 
 
-class _Mapping(nn.Module):
+class MappingModule(nn.Module):
+    """One mapping."""
+
     def __init__(self, mapping: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.mapping = mapping
@@ -50,6 +52,19 @@ class _Mapping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # A clone on either side, so that a mapping that works in place does so on a tensor of its own.
         return self.mapping(x.clone())
+
+
+def region_configs(mappings: Iterable[str]) -> Callable[[int], st.SearchStrategy[RegionConfig]]:
+    """``Subject.configs`` over these of the mappings in ``REGIONS``, with sizes that divide where ranks get parts."""
+
+    @st.composite
+    def configs(draw: st.DrawFn, world_size: int) -> RegionConfig:
+        mapping = draw(st.sampled_from(sorted(mappings)))
+        seq, batch, _ = draw(activations(world_size, "sequence" in mapping, ()))
+        columns = draw(st.integers(1, 3)) * (world_size if mapping in ("scatter", "gather") else 1)
+        return RegionConfig(mapping, seq, batch, columns)
+
+    return configs
 
 
 def region_mappings(name: str, mappings: Mapping[str, Callable[[Tensor], Tensor]], begin: Callable[[], Any], **fields: Any) -> Subject:
@@ -64,20 +79,13 @@ def region_mappings(name: str, mappings: Mapping[str, Callable[[Tensor], Tensor]
 
     def parallel(config: RegionConfig) -> nn.Module:
         begin()
-        return _Mapping(mappings[config.mapping])
-
-    @st.composite
-    def configs(draw: st.DrawFn, world_size: int) -> RegionConfig:
-        mapping = draw(st.sampled_from(sorted(mappings)))
-        seq, batch, _ = draw(activations(world_size, "sequence" in mapping, ()))
-        columns = draw(st.integers(1, 3)) * (world_size if mapping in ("scatter", "gather") else 1)
-        return RegionConfig(mapping, seq, batch, columns)
+        return MappingModule(mappings[config.mapping])
 
     return Subject(
         name=name,
-        reference=lambda _: _Mapping(lambda x: x),
+        reference=lambda _: MappingModule(lambda x: x),
         parallel=parallel,
-        configs=configs,
+        configs=region_configs(mappings),
         inputs=lambda c: {"x": Input((c.seq, c.batch, c.hidden), placement=REGIONS[c.mapping][0])},
         outputs=lambda c: REGIONS[c.mapping][1],
         exact=True,

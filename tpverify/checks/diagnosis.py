@@ -27,6 +27,7 @@ def diagnose(
     bound: float,
     addends: Mapping[str, torch.Tensor] | None = None,
     unwritten: bool = True,
+    ids: bool = False,
 ) -> str:
     """The pattern that turns the expected value into what the ranks hold, in words; "" if none fits.
 
@@ -36,6 +37,7 @@ def diagnose(
         actual: every rank's part, in one layout.
         bound: largest relative error of a fit.
         addends: what may have been added to every row more or less often than once, by name: vectors, or tables of rows.
+        ids: whether the numbers are ids, which may stand elsewhere, but are no multiples or sums of each other.
         unwritten: whether there was memory that holds NaN until it is written: buffers in flight, gaps between strided rows.
     """
     locals_ = {rank: placed.local for rank, placed in sorted(actual.items()) if placed.local is not None}
@@ -47,6 +49,8 @@ def diagnose(
     if any(locals_[rank].shape != wanted[rank].shape for rank in locals_):
         return ""
     fit = max(bound, 1e-12)
+    if ids:
+        return rearranged(layout, wanted, locals_, fit)
     where = "backward" if label.endswith(".grad") else "forward"
     return (
         _not_a_number(wanted, locals_, unwritten)

@@ -192,15 +192,14 @@ def explain(comparison: Comparison, label: str, expected: torch.Tensor, actual: 
         expected: the logical tensor.
         actual: every rank's part, in one layout.
     """
-    if not expected.is_floating_point() and not expected.is_complex():
-        return ""  # ids are no multiples or sums of each other
+    ids = not expected.is_floating_point() and not expected.is_complex()
     fit = fit_of(comparison, label)
     expected = _wide(expected)
     actual = {rank: Placed(None if placed.local is None else _wide(placed.local), placed.layout) for rank, placed in actual.items()}
     addends = {name: tensor for name, tensor in _addends(comparison).items() if not label.endswith(".grad")}
     unwritten = comparison.case.layout != "contiguous" or any(record.is_async for record in comparison.parallel.ledger)
-    line = diagnose(label, expected, actual, comparison.case.world_size, fit, addends, unwritten)
-    if line:
+    line = diagnose(label, expected, actual, comparison.case.world_size, fit, {} if ids else addends, unwritten, ids)
+    if line or ids:
         return line
     whole = {rank: placed.local for rank, placed in actual.items() if placed.local is not None and isinstance(placed.layout, Replicate)}
     phase = "backward" if label.endswith(".grad") else "forward"

@@ -175,21 +175,7 @@ def _faulty(operator: str, seen: _Seen) -> Results:
 
 
 def _stale(seen: _Seen) -> Results:
-    """What the ranks' buffers hold if nothing is communicated."""
-    size = len(seen.ranks)
-    if seen.kind in ("all_reduce", "reduce", "broadcast"):
-        return [list(seen.inputs[rank]) if seen.results[rank] else [] for rank in seen.ranks]
-    if seen.kind == "reduce_scatter":
-        return [[seen.inputs[rank][index * size + rank] for index in range(len(seen.results[rank]))] for rank in seen.ranks]
-    return [
-        [part if _is_own(seen, rank, index) else torch.zeros_like(part) for index, part in enumerate(seen.results[rank])]
-        for rank in seen.ranks
-    ]
-
-
-def _is_own(seen: _Seen, rank: int, index: int) -> bool:
-    """Of a gather, scatter or all_to_all: whether the rank is given its own part there."""
-    return rank == (seen.root if seen.kind == "scatter" else index % len(seen.ranks))
+    return collectives.uncommunicated(seen.kind, seen.inputs, seen.results, seen.root)
 
 
 def _doubled(seen: _Seen) -> Results:

@@ -18,7 +18,7 @@ from tpverify.mutants.perturbation import OTHER_OP, Call, Injection, InputLog, P
 from tpverify.mutants.sites import Site, sites_of
 from tpverify.run import Comparison
 from tpverify.runner import CASE_TIMEOUT, run_both
-from tpverify.sensitivity import sensitivity, spread
+from tpverify.sensitivity import hold_alike, measure
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.simulator.exchange import Perturb
 from tpverify.subjects.subject import Subject
@@ -95,11 +95,7 @@ class Clean:
     def measure(self) -> None:
         """Find out how much rounding moves the references: what a failed case is held to."""
         self.measured = True
-        for group, comparison in enumerate(self.comparisons):
-            if comparison.reference.oracle is not None:
-                comparison.reference.spread = spread(comparison, group)
-            elif comparison.reference.ranks:
-                comparison.reference.sensitivity = sensitivity(comparison, group)
+        measure(self.comparisons)
 
 
 class Bench:
@@ -163,9 +159,7 @@ class Bench:
             if first not in NUMERIC:
                 return first
             clean.measure()
-        for comparison, measured in zip(comparisons, clean.comparisons, strict=True):
-            comparison.reference.sensitivity = measured.reference.sensitivity
-            comparison.reference.spread = measured.reference.spread
+        hold_alike(comparisons, clean.comparisons)
         return self._first_check(comparisons)
 
     def _first_check(self, comparisons: Sequence[Comparison]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tpverify.ledger.record import Record
 from tpverify.repair.repair import Repair, Sites, at
 from tpverify.simulator import collectives
-from tpverify.simulator.collectives import REDUCING, Results
+from tpverify.simulator.collectives import Results
 from tpverify.simulator.exchange import Meeting
 from tpverify.tolerance import bitwise_equal
 
@@ -189,11 +189,7 @@ def _with_op(op: str) -> Callable[[Meeting, Results], Results]:
 
 def _left_out(meeting: Meeting, results: Results) -> Results:
     """Every rank keeps its own."""
-    inputs = _inputs(meeting)
-    if meeting.calls[0].kind in REDUCING and meeting.calls[0].kind != "reduce_scatter":
-        return [list(own) for own in inputs]
-    size = len(inputs)
-    return [[inputs[rank][index * size + rank] for index in range(len(results[rank]))] for rank in range(size)]
+    return collectives.uncommunicated(meeting.calls[0].kind, _inputs(meeting), results)
 
 
 def _reversed(meeting: Meeting, results: Results) -> Results:

@@ -27,6 +27,9 @@ NORMS = ("layer_norm", "rms_norm")
 """Functions over the last dimension that also take weights along it."""
 
 CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+PURE = "the cast to"
+"""Said of casts that do nothing else."""
+
 PRODUCTS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum")
 """What contracts a dimension that may be cut."""
 
@@ -146,7 +149,8 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[s
         return DETACH, "detach" if name == "detach" else ".data"
     to = _cast_to(name, args, kwargs)
     if to is not None and to.is_floating_point and torch.finfo(to).eps > torch.finfo(args[0].dtype).eps:
-        return CAST, f"the cast to {str(to).removeprefix('torch.')}"
+        narrow = str(to).removeprefix("torch.")
+        return CAST, f"{PURE} {narrow}" if name in ("to", "type", *CASTS) else f"dtype={narrow} of {name}"
     if name in PRODUCTS:
         return PRODUCT, name.strip("_")
     return (STATISTIC, name) if name in REDUCED or name in KEPT or name in NORMS else None
@@ -160,9 +164,7 @@ def _cast_to(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
 
 
 def _uncast(operation: Operation, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if kwargs.get("dtype") is not None and operation.name not in ("to", "type") and len(args) > 1:
-        return call(dtype=None)
-    return args[0]
+    return args[0] if operation.name.startswith(PURE) else call(dtype=None)
 
 
 def _attached(operation: Operation, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -156,3 +156,25 @@ def compute(kind: str, inputs: Sequence[Sequence[Tensor]], reduce_op: str = "", 
         "barrier": lambda: [[] for _ in inputs],
     }
     return kinds[kind]()
+
+
+def uncommunicated(kind: str, inputs: Sequence[Sequence[Tensor]], results: Results, root: int = 0) -> Results:
+    """What the ranks' buffers hold if nothing is communicated: a reduction's local value, a gather's own part between zeros.
+
+    Args:
+        inputs: of each rank.
+        results: what each rank is handed if there is communication.
+        root: group rank of the root.
+    """
+    size = len(inputs)
+    if kind in ("all_reduce", "reduce", "broadcast"):
+        return [list(own) if result else [] for own, result in zip(inputs, results, strict=True)]
+    if kind == "reduce_scatter":
+        return [[inputs[rank][index * size + rank] for index in range(len(results[rank]))] for rank in range(size)]
+    return [
+        [
+            part if rank == (root if kind == "scatter" else index % size) else torch.zeros_like(part)
+            for index, part in enumerate(results[rank])
+        ]
+        for rank in range(size)
+    ]

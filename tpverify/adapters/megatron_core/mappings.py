@@ -10,9 +10,8 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from tpverify.adapters.megatron_core.environment import COMMON, begin
-from tpverify.adapters.regions import REGIONS, SEQUENCE, SUMMANDS, SUMMED, RegionConfig, region_mappings
+from tpverify.adapters.regions import REGIONS, SEQUENCE, SUMMANDS, SUMMED, MappingModule, RegionConfig, region_configs, region_mappings
 from tpverify.sharding import Placement, Shard
-from tpverify.subjects.drawing import activations
 from tpverify.subjects.subject import Input, Subject
 
 MAPPINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,20 +34,9 @@ FLAT = {
 """Over [tokens, hidden], with the placements of what goes in and what comes out."""
 
 
-class _Mapping(nn.Module):
-    """A clone first, so that a mapping that works in place does so on a tensor of its own."""
-
-    def __init__(self, mapping: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.mapping = mapping
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mapping(x.clone())
-
-
 def _flat(config: RegionConfig) -> nn.Module:
     begin()
-    return _Mapping(FLAT[config.mapping][0])
+    return MappingModule(FLAT[config.mapping][0])
 
 
 @st.composite
@@ -76,20 +64,11 @@ def _branches(config: RegionConfig) -> nn.Module:
     return _Branches(MAPPINGS[config.mapping])
 
 
-@st.composite
-def branch_configs(draw: st.DrawFn, world_size: int) -> RegionConfig:
-    """All mappings over [seq, batch, hidden]."""
-    mapping = draw(st.sampled_from(sorted(MAPPINGS)))
-    seq, batch, _ = draw(activations(world_size, "sequence" in mapping, ()))
-    columns = draw(st.integers(1, 3)) * (world_size if mapping in ("scatter", "gather") else 1)
-    return RegionConfig(mapping, seq, batch, columns)
-
-
 SUBJECTS = {
     "mappings": region_mappings("megatron_core.mappings", MAPPINGS, begin, **COMMON),
     "flat_mappings": Subject(
         name="megatron_core.flat_mappings",
-        reference=lambda _: _Mapping(lambda x: x),
+        reference=lambda _: MappingModule(lambda x: x),
         parallel=_flat,
         configs=flat_configs,
         inputs=lambda c: {"x": Input((c.seq, c.hidden), placement=FLAT[c.mapping][1])},
@@ -101,7 +80,7 @@ SUBJECTS = {
         name="megatron_core.branches",
         reference=lambda _: _Branches(lambda x: x),
         parallel=_branches,
-        configs=branch_configs,
+        configs=region_configs(MAPPINGS),
         inputs=lambda c: dict(
             zip("xz", (Input((c.seq, c.batch, c.hidden), placement=placement) for placement in REGIONS[c.mapping]), strict=True)
         ),
