@@ -52,6 +52,7 @@ NOT_REUSED = {
     "test_processes_messages.py": "how processes talk, before any tensor is on a device",
     "test_module_state.py": "what a run leaves in a module comes back to the CPU from any device",
     "test_repair.py": "repairs are tried in the simulator, whatever found the failure",
+    "test_diagnosis.py": "what is said of a case, in the simulator, whatever found it",
     "test_sharding.py": "pure functions of tensors on the CPU",
     "test_simulator.py": "the scheduler, which knows no device",
     "test_simulator_contract.py": "the simulator's contract, call by call; its values are in test_conformance.py",

@@ -27,7 +27,6 @@ DRIFT = "Megatron-LM, NeMo, Paddle: replicated parameters differ between ranks a
     origin="sequence parallelism with a rank that defaults to 0",
     module="blocks.0*",
     ranks="all",
-    diagnosis="holds the part of rank 0",
 )
 class PositionsOfTheFirstPart(ParallelGPT):
     """Every rank takes its part of the sequence for the first one, and adds the first positions."""

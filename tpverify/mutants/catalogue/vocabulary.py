@@ -145,7 +145,7 @@ class VocabularyRoundedDown(VocabParallelEmbedding):
     embedding,
     "vocabulary",
     origin="SGLang, vLLM: embedding and loader pad by different multiples, so that ids and rows no longer belong together",
-    diagnosis="masked or never written",
+    diagnosis="contributes nothing to",
     ranks="",
 )
 class StartOfUnpaddedShard(VocabParallelEmbedding):
@@ -355,7 +355,7 @@ class RankWithoutIdsLeaves(VocabParallelEmbedding):
     embedding,
     "forward",
     origin="lookups that keep the mask of the first micro-batch: training goes wrong from the second one on",
-    diagnosis="stale or never written",
+    diagnosis="stale",
     module="output*",
     ranks="",
 )
