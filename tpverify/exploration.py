@@ -36,7 +36,7 @@ REPEATS = 4
 SECONDS_AFTER_FAILURE = 300.0
 """How long drawing and shrinking may go on once a case has failed; cases are quick, so only a very slow subject gets there."""
 
-CASES_TO_TELL = 30
+CASES_TO_TELL = 10
 """How many cases are drawn to find one that is large enough for a pattern to fit."""
 
 SECONDS_TO_TELL = 10.0
