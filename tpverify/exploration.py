@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Flaky, Unsatisfiable
 
 from tpverify.case import Case
+from tpverify.checks.catalogue import COMPARING
 from tpverify.errors import SubjectError
 from tpverify.options import DTYPES
-from tpverify.repair.search import CHECKED
 from tpverify.session import Key, Session, is_explained, key_of, size_of
 from tpverify.strategies import cases
 from tpverify.violation import Violation
@@ -141,7 +141,7 @@ class Explorer:
     def explained(self, violations: Sequence[Violation]) -> list[Violation]:
         """The violations with what repairs and larger cases tell, where no pattern fits on their own."""
         found = list(self._session.explained(violations))
-        held = [violation for violation in found if violation.check in CHECKED]
+        held = [violation for violation in found if violation.check in COMPARING]
         explained = {violation.case for violation in held if is_explained(violation)}
         unexplained = dict.fromkeys(key_of(violation) for violation in held if violation.case not in explained)
         for key in list(unexplained)[:MOST_LARGER]:

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tpverify.case import Case, without_call
-from tpverify.checks.catalogue import NUMERIC, apply, selected
+from tpverify.checks.catalogue import COMPARING, NUMERIC, apply, selected
 from tpverify.checks.finding import SINGLE, Finding
 from tpverify.device import checked_device
 from tpverify.errors import CaseError, RankTimeout
 from tpverify.options import CPU, DTYPES, WORLDS
 from tpverify.processes.world import process_world
-from tpverify.repair.search import CHECKED, circumstances_of, repairs_of
+from tpverify.repair.search import circumstances_of, repairs_of
 from tpverify.result import Result
 from tpverify.runner import CASE_TIMEOUT, run_both
 from tpverify.sensitivity import measure
@@ -99,7 +99,7 @@ class Session:
 
     def explained(self, violations: Sequence[Violation]) -> tuple[Violation, ...]:
         """The violations; of values, with the repair that mends them where no pattern fits, and with what they depend on."""
-        held = [violation for violation in violations if violation.check in CHECKED]
+        held = [violation for violation in violations if violation.check in COMPARING]
         fitting = {violation.case for violation in held if is_explained(violation)}
         for text in dict.fromkeys(violation.case for violation in held):
             if text not in self._repairs and self._repairing < SECONDS_OF_REPAIRS:
@@ -117,7 +117,7 @@ class Session:
 
     def _others_like(self, case: Case, violations: Sequence[Violation]) -> list[Case]:
         """Of the other cases in which the first failure was seen, those in the same circumstances, the largest of them."""
-        key = next(key_of(violation) for violation in violations if violation.case == repr(case) and violation.check in CHECKED)
+        key = next(key_of(violation) for violation in violations if violation.case == repr(case) and violation.check in COMPARING)
         texts = {violation.case for violation in self.violations_of(key)} - {repr(case)}
         others = [self._failed[text] for text in texts]
         return sorted(others, key=lambda other: (_circumstances_shared(case, other), size_of(other)))[-WITNESSES:]
@@ -131,9 +131,9 @@ class Session:
     def _repaired(self, violation: Violation) -> Violation:
         found = self._repairs.get(violation.case, {})
         repair = found.get(key_of(violation)) or next((text for key, text in found.items() if key[0] == violation.check), "")
-        depends = self._depends.get(violation.case, "") if violation.check in CHECKED else ""
+        depends = self._depends.get(violation.case, "") if violation.check in COMPARING else ""
         told = "" if repair and SINGLE in violation.diagnosis else violation.diagnosis
-        alone = violation.world_size == 1 and not (told or repair or depends) and violation.check in CHECKED
+        alone = violation.world_size == 1 and not (told or repair or depends) and violation.check in COMPARING
         lines = [told, "" if is_explained(violation) else repair, depends, ALONE if alone else ""]
         return dataclasses.replace(violation, diagnosis="; ".join(filter(None, lines)))
 

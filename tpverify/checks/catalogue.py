@@ -33,6 +33,9 @@ CHECKS: dict[str, Check] = {
 NUMERIC = ("forward", "input-gradient", "parameter-gradient", "vocabulary", "tied")
 """Checks that hold differences against a tolerance."""
 
+COMPARING = (*NUMERIC, "replication")
+"""Checks that hold values against values: what they find shows in numbers."""
+
 
 def describe_checks() -> dict[str, str]:
     """One line per check."""

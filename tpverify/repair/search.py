@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from tpverify.case import Case, without_call
-from tpverify.checks.catalogue import NUMERIC
+from tpverify.checks.catalogue import COMPARING, NUMERIC
 from tpverify.checks.finding import Check
 from tpverify.errors import SubjectError
 from tpverify.options import CPU
@@ -32,9 +32,6 @@ SECONDS = 10.0
 SEEDS = 8
 """Other values for which a plainer case must be right as well, before its circumstances are blamed."""
 
-CHECKED = (*NUMERIC, "replication")
-"""Checks that hold values against values: what they find may be mended."""
-
 Key = tuple[str, str]
 """A check and the tensor that it finds wrong."""
 
@@ -52,7 +49,7 @@ def repairs_of(
         timeout: seconds for one run.
         witnesses: other cases that fail in the same way, one of which a repair must mend as well: in a small case, some do by chance.
     """
-    checks = {name: check for name, check in checks.items() if name in CHECKED}
+    checks = {name: check for name, check in checks.items() if name in COMPARING}
     failed = _Failed(subject, case, checks, timeout, device)
     others = [other for witness in witnesses if (other := _Failed(subject, witness, checks, timeout, device)).wrong]
     mended: dict[Key, str] = {}
@@ -82,7 +79,7 @@ def circumstances_of(subject: Subject, case: Case, checks: Mapping[str, Check], 
     plainer = list(of_cases(case))
     if not plainer:
         return ""
-    held = {name: check for name, check in checks.items() if name in CHECKED}
+    held = {name: check for name, check in checks.items() if name in COMPARING}
     failed = _Failed(subject, case, held, timeout, device)
     for repair in plainer:
         if failed.wrong and failed.mended_by(repair) == failed.wrong and failed.is_right_whatever_the_seed(repair):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tpverify import modules
 from tpverify.case import Case
-from tpverify.checks.catalogue import NUMERIC
+from tpverify.checks.catalogue import COMPARING
 from tpverify.checks.equivalence import AFTERWARDS
 from tpverify.checks.finding import bound_of, gradient_scale, is_finite
 from tpverify.description import checked_module
@@ -30,9 +30,6 @@ from tpverify.sharding import Layout, Partial, Placement, shard, unshard
 from tpverify.simulator.world import process_state, run_world
 from tpverify.subjects.subject import Subject
 from tpverify.violation import Violation
-
-COMPARING = (*NUMERIC, "replication")
-"""Checks whose findings are numbers that differ, so that small integers show them as well."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def facts_of(subject: Subject, case: Case, world: str) -> Facts:
             f"Expected a case that outputs or gradients show but got {case!r}, which shows in {violations[0].tensor} only: a script does"
             " not look at what is left in the module"
         )
-    comparison = run_both(subject, case, traced=True)[0]
+    comparison = run_both(subject, case, traced=1)[0]
     case = comparison.case
     reference = run_reference(subject, case, 0, False)
     if case.dtype not in HALF:
