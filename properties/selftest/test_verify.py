@@ -36,6 +36,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tpverify as tpv
+from tpverify import strategies, verification
+from tpverify.options import WORLD_VARIABLE
+from tpverify.processes.world import process_world
 from tpverify.subjects.mappings import reduce_from_region
 
 
@@ -322,3 +325,18 @@ def test_a_verification_leaves_the_process_as_it_was(subject: tpv.Subject) -> No
         assert torch.get_default_dtype() is torch.float16
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_property_tests_draw_no_more_ranks_than_their_world_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    drawn = strategies.cases
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["most_ranks"])
+        return drawn(*args, **options)
+
+    monkeypatch.setattr(verification, "cases", watched)
+    tpv.property_test(right)
+    monkeypatch.setenv(WORLD_VARIABLE, "gloo")
+    tpv.property_test(right)
+    assert seen == [None, process_world("gloo").most_ranks]
