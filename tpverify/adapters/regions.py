@@ -50,6 +50,7 @@ class MappingModule(nn.Module):
         self.mapping = mapping
 
     def forward(self, x: Tensor) -> Tensor:
+        """The mapping of ``x`` [seq, batch, hidden], which it may work on in place."""
         # A clone on either side, so that a mapping that works in place does so on a tensor of its own.
         return self.mapping(x.clone())
 
