@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
@@ -124,6 +125,20 @@ def test_a_group_of_others_that_is_used_again_is_that_group(certifier: Certifier
         for root in range(len(members)):
             program = Program(3, (Step("broadcast", group=1, root=root, fault="outsiders"),), groups=(members,))
             assert certifier.differences(program) == []
+
+
+def test_products_may_lose_what_lies_below_the_smallest_normal_number(certifier: Certifier) -> None:
+    program = Program(3, (Step("all_reduce_coalesced", shape=(1031,), dtype="float16", op="PRODUCT"),), values="normal")
+    assert certifier.differences(program) == []
+    limits = torch.finfo(torch.float16)
+    label, allowed = next(iter(certify.slack(program)[0].items()))
+    magnitude = outcome(replace(program, values="magnitudes")).outputs[0][label].double()
+    lost = allowed - 3 * limits.eps * magnitude
+    assert bool((lost >= 3 * limits.tiny * limits.eps).all())
+    assert bool((lost < 1e-4).all())
+    sums = replace(program, steps=(replace(program.steps[0], op="SUM"),))
+    magnitude = outcome(replace(sums, values="magnitudes")).outputs[0][label].double()
+    assert torch.equal(certify.slack(sums)[0][label], 3 * limits.eps * magnitude)
 
 
 @pytest.mark.parametrize("times", [1, 2])

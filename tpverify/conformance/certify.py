@@ -248,19 +248,21 @@ def slack(program: Program) -> list[dict[str, Tensor]]:
     """By rank and label, how far apart two orders of the program's reductions may end.
 
     A sum of n numbers in any order is off by at most (n - 1) u sum|x|, likewise a product by (n - 1) u prod|x|; two orders by twice
-    that, and AVG divides once more. The sums of absolute values are what the program computes from absolute values.
+    that, and AVG divides once more. The sums of absolute values are what the program computes from absolute values. What is below the
+    smallest normal number is off by half the smallest number of all, whatever its size: sums are exact there, but products are not,
+    and the other factors enlarge what is lost, by at most the product of those above 1.
     """
-    magnitudes = outcome(replace(program, values="magnitudes")).outputs
-    allowed = []
-    for outputs in magnitudes:
-        allowed.append({label: _slack(program, label, tensor) for label, tensor in outputs.items()})
-    return allowed
+    runs = [outcome(replace(program, values=values)).outputs for values in ("magnitudes", "factors")]
+    return [
+        {label: _slack(program, label, magnitude, factors[label]) for label, magnitude in magnitudes.items()}
+        for magnitudes, factors in zip(*runs, strict=True)
+    ]
 
 
-def _slack(program: Program, label: str, magnitude: Tensor) -> Tensor:
+def _slack(program: Program, label: str, magnitude: Tensor, factors: Tensor) -> Tensor:
     step = program.steps[int(label.split(maxsplit=1)[0])]
     if not magnitude.dtype.is_floating_point and not magnitude.dtype.is_complex:
         return torch.zeros(magnitude.shape, dtype=torch.float64)
-    unit = torch.finfo(magnitude.dtype).eps / 2
-    roundings = len(program.members(step))
-    return 2 * roundings * unit * magnitude.to(torch.complex128 if magnitude.is_complex() else torch.float64).abs()
+    roundings, limits = len(program.members(step)), torch.finfo(magnitude.dtype)
+    lost = factors.to(torch.complex128).abs() * limits.tiny * limits.eps if step.op in ("PRODUCT", "AVG") else 0.0
+    return roundings * (limits.eps * magnitude.to(torch.complex128).abs() + lost)

@@ -12,7 +12,7 @@ RARE_DTYPES = ("int16", "uint16", "float8_e4m3fn")
 """What backends have no name for."""
 OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR")
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
-VALUES = ("integers", "normal", "magnitudes")
+VALUES = ("integers", "normal", "magnitudes", "factors")
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 """Calls of these names, up to their suffix, take a reduce op."""
@@ -74,7 +74,7 @@ class Program:
         steps: calls, in the order in which every rank makes them.
         groups: global ranks of the process groups that are created at the start, in this order.
         values: what tensors hold. ``integers``: so small that sums and products are exact in any order; ``normal``: Gaussian;
-            ``magnitudes``: the absolute values of the latter.
+            ``magnitudes``: the absolute values of the latter; ``factors``: the same, but none below 1.
         seed: decides the values.
 
     Raises:
