@@ -142,6 +142,7 @@ def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
 
 
 dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
+_SIMULATED = dist.Backend(BACKEND)
 
 # DTensor asks for this. A CUDA build of torch 2.11 on a machine without a GPU crashes unless a thread that lives on asks first.
 if not torch.cuda.is_available() and hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
@@ -169,19 +170,18 @@ def simulated_c10d() -> Iterator[None]:
 @contextlib.contextmanager
 def _every_backend_simulated() -> Iterator[None]:
     helper: Any = c10d._new_process_group_helper
-    signature = inspect.signature(helper)
+    names = list(inspect.signature(helper).parameters)
 
     def create(*args: Any, **kwargs: Any) -> Any:
         session = _session()
         if session is None:
             return helper(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        members = tuple(bound.arguments["global_ranks_in_group"])
+        given = dict(zip(names, args, strict=False)) | kwargs
+        members = tuple(given["global_ranks_in_group"])
         if members:
-            session.endpoint.exchange.declare(session.key(bound.arguments["group_name"]), members, session.endpoint.rank)
-        asked = session.named(bound.arguments["backend"])
-        bound.arguments["backend"] = dist.Backend(BACKEND)
-        created = helper(*bound.args, **bound.kwargs)
+            session.endpoint.exchange.declare(session.key(given["group_name"]), members, session.endpoint.rank)
+        asked = session.named(given["backend"])
+        created = helper(**(given | {"backend": _SIMULATED}))
         if c10d._world.pg_map.get(created[0], (None,))[0] == BACKEND:  # not a group that was there already
             _name_backend(created[0], asked)
         return created

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import types
+import zlib
 from collections import UserDict, UserList, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class _State:
     numpy_rng: Any
     default_dtype: torch.dtype
     launcher: dict[str, str]
+    rng_tracker: Any = None
     owners: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -141,6 +143,16 @@ def _module(name: str) -> types.ModuleType:
         raise CaseError(f"Expected names of modules that can be imported but got rank_local={name!r}: {error}") from error
 
 
+_numpy_states: dict[int, Any] = {}
+
+
+def _numpy_generator(numpy: Any, rank: int, seed: int) -> Any:
+    """The rank's bit generator, one for all runs: making one draws on the system's entropy, which takes longer than all the rest."""
+    state = _numpy_states.get(rank) or _numpy_states.setdefault(rank, numpy.random.RandomState())
+    state.seed(seed)
+    return state._bit_generator
+
+
 class RankState:
     """The rank-local state of a whole world.
 
@@ -164,13 +176,14 @@ class RankState:
         modules = [_module(name) for name in rank_local]
         self._homes = {module.__name__ for module in modules}
         classes = [found for module in modules for found in _classes(module, module.__name__)]
-        self._owners: list[_Owner] = list(dict.fromkeys((dtensor_random, *modules, *classes)))
+        self._owners: list[_Owner] = list(dict.fromkeys((*modules, *classes)))
         self._numpy = sys.modules.get("numpy")
         self._generators = generators(device)
         self._outside = self._capture()
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         self._launcher = {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        self._states = [self._initial(rank, seed) for rank in range(world_size)]
+        seeded = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._generators]
+        self._states = [self._initial(rank, seed, seeded) for rank in range(world_size)]
 
     def leave(self, rank: int) -> None:
         """Save what the rank has changed."""
@@ -179,6 +192,7 @@ class RankState:
         state.torch_rng = [generator.get_state() for generator in self._generators]
         state.python_rng = random.getstate()
         state.default_dtype = torch.get_default_dtype()
+        state.rng_tracker = dtensor_random._rng_tracker
         for index, owner in enumerate(self._owners):
             state.owners[index] = _state_of(owner, state.owners[index])
 
@@ -207,18 +221,20 @@ class RankState:
             numpy_rng=None if self._numpy is None else self._numpy.random.get_bit_generator(),
             default_dtype=torch.get_default_dtype(),
             launcher={},
+            rng_tracker=dtensor_random._rng_tracker,
             owners=[_state_of(owner) for owner in self._owners],
         )
 
-    def _initial(self, rank: int, seed: int) -> _State:
+    def _initial(self, rank: int, seed: int, torch_rng: list[torch.Tensor]) -> _State:
         copies = _Copies(self._homes)
         return _State(
             world=RankWorld(),
-            torch_rng=[torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._generators],
+            torch_rng=torch_rng,
             python_rng=random.Random(f"{seed}/{rank}").getstate(),
-            numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
+            numpy_rng=None if self._numpy is None else _numpy_generator(self._numpy, rank, zlib.crc32(f"{seed}/{rank}".encode())),
             default_dtype=self._outside.default_dtype,
             launcher={"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            rng_tracker=self._outside.rng_tracker,
             owners=[{name: copies.of(value) for name, value in state.items()} for state in self._outside.owners],
         )
 
@@ -231,8 +247,7 @@ class RankState:
             self._numpy.random.set_bit_generator(state.numpy_rng)
         if torch.get_default_dtype() != state.default_dtype:
             torch.set_default_dtype(state.default_dtype)
-        for name, value in state.launcher.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        dtensor_random._rng_tracker = state.rng_tracker
+        os.environ.update(state.launcher)
         for owner, values in zip(self._owners, state.owners, strict=True):
             _set_state(owner, values)

@@ -61,7 +61,9 @@ class Scheduler:
         self.failure: SimulationError | None = None
         self._switch = switch
         self._random = None if schedule is None else random.Random(schedule)
-        self._batons = [threading.Semaphore(0) for _ in range(world_size)]
+        self._batons = [threading.Lock() for _ in range(world_size)]
+        for baton in self._batons:
+            baton.acquire()
         self._runnable: list[int] = []
         self._waits: dict[int, Wait] = {}
         self._handled: dict[int, BaseException] = {}
