@@ -190,7 +190,7 @@ class RecordedEndpoint(Endpoint):
 def _watch(call: Call) -> Watch | None:
     if not call.is_async or call.kind in IN_PLACE:
         return None
-    with torch.no_grad(), PlainTensors():
+    with PlainTensors():
         return Watch(Call(call.kind, call.inputs, []), [tensor.clone() for tensor in call.inputs])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
@@ -170,7 +171,7 @@ def simulated_c10d() -> Iterator[None]:
 @contextlib.contextmanager
 def _every_backend_simulated() -> Iterator[None]:
     helper: Any = c10d._new_process_group_helper
-    names = list(inspect.signature(helper).parameters)
+    names = list(_signature(helper).parameters)
 
     def create(*args: Any, **kwargs: Any) -> Any:
         session = _session()
@@ -197,7 +198,7 @@ def _every_backend_simulated() -> Iterator[None]:
 def _initialised_once() -> Iterator[None]:
     """``init_process_group`` on a rank claims the world that is already there, whoever imported it under what name."""
     public: Any = dist.init_process_group
-    signature = inspect.signature(public)
+    signature = _signature(public)
     cell = _wrapped(public)
     original: Callable[..., Any] = cell.cell_contents
 
@@ -214,6 +215,12 @@ def _initialised_once() -> Iterator[None]:
         yield
     finally:
         cell.cell_contents = original
+
+
+@functools.lru_cache(maxsize=4)
+def _signature(function: Any) -> inspect.Signature:
+    """Of a function of c10d's, which takes longer to find than a small run does."""
+    return inspect.signature(function)
 
 
 def _wrapped(function: Any) -> CellType:

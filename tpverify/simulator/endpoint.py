@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ class Endpoint:
         number = self.exchange.next_number(group.key, group.members, group.group_rank)
         watch: Watch | None = None
         index, record = self._record(group, call, whole_inputs, number=number)
-        with torch.no_grad(), PlainTensors():
+        with PlainTensors():
             if call.is_async or call.kind not in REDUCING:
                 # A peer may take its result after this rank has gone on and changed its tensors.
                 own, call = call, replace(call, inputs=[tensor.clone() for tensor in call.inputs])
@@ -152,7 +153,7 @@ class Endpoint:
         peer = group.members[destination]
         call = Call("send", [tensor], [], root=destination, is_async=True)
         index, record = self._record(group, call, [tensor], p2p=self._next_p2p(group, destination))
-        with torch.no_grad(), PlainTensors():
+        with PlainTensors():
             copy = tensor.clone()
             watch = Watch(call, [copy])
         message = self.exchange.post_send(group.key, group.members, record, (self.rank, peer), tag, copy)
@@ -169,7 +170,7 @@ class Endpoint:
         peer = -1 if source is None else group.members[source]
         call = Call("recv", [], [tensor], root=source, is_async=True)
         index, record = self._record(group, call, [], p2p=self._next_p2p(group, -1 if source is None else source))
-        with torch.no_grad(), PlainTensors():
+        with PlainTensors():
             poison_outputs(call, [])
             watch = Watch(call, [])
         message = self.exchange.post_recv(group.key, group.members, record, (peer, self.rank), tag)
@@ -226,11 +227,11 @@ class Endpoint:
 
     def _write(self, outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         each = len(values) // len(outputs) if outputs else 0
-        with torch.no_grad(), PlainTensors():
+        with PlainTensors():
             for position, output in enumerate(outputs):
                 parts = values[position * each : (position + 1) * each]
                 whole = parts[0] if each == 1 else torch.cat([part.reshape(-1) for part in parts])
-                output.copy_(whole.reshape(output.shape))
+                output.copy_(whole if whole.shape == output.shape else whole.reshape(output.shape))
 
     def _next_p2p(self, group: SimProcessGroup, peer: int) -> int:
         key = (group.key, peer)
@@ -245,10 +246,8 @@ class Endpoint:
         self, group: SimProcessGroup, call: Call, whole_inputs: Sequence[Tensor], number: int = 0, p2p: int = 0
     ) -> tuple[int, Record]:
         phase, module = self.recorder.position()
-        touched = (*whole_inputs, *call.outputs)
-        read, written = sum(t.numel() for t in whole_inputs), sum(t.numel() for t in call.outputs)
-        read_bytes = sum(t.numel() * t.element_size() for t in whole_inputs)
-        written_bytes = sum(t.numel() * t.element_size() for t in call.outputs)
+        read = [_described(tensor) for tensor in whole_inputs]
+        written = read if call.outputs is whole_inputs else [_described(tensor) for tensor in call.outputs]
         record = Record(
             op_id=self._op_id,
             rank=self.rank,
@@ -257,27 +256,41 @@ class Endpoint:
             group_ranks=group.members,
             collective_seq_id=number,
             p2p_seq_id=p2p,
-            input_sizes=tuple(tuple(t.shape) for t in whole_inputs),
-            input_dtypes=tuple(_dtype_name(t) for t in whole_inputs),
-            output_sizes=tuple(tuple(t.shape) for t in call.outputs),
-            output_dtypes=tuple(_dtype_name(t) for t in call.outputs),
+            input_sizes=tuple(each.shape for each in read),
+            input_dtypes=tuple(each.dtype for each in read),
+            output_sizes=tuple(each.shape for each in written),
+            output_dtypes=tuple(each.dtype for each in written),
             reduce_op=call.reduce_op,
             root=call.root,
             phase=phase,
             module=module,
             call_sites=call_sites(),
             is_async=call.is_async,
-            nbytes=max(read_bytes, written_bytes),
-            elements=max(read, written),
-            hazards=() if all(t.is_contiguous() for t in touched) else ("non-contiguous",),
+            nbytes=max(sum(each.nbytes for each in read), sum(each.nbytes for each in written)),
+            elements=max(sum(each.elements for each in read), sum(each.elements for each in written)),
+            hazards=() if all(each.contiguous for each in (*read, *written)) else ("non-contiguous",),
         )
         if self._capture is not None and self._capture(record):
-            with torch.no_grad(), PlainTensors():
+            with PlainTensors():
                 record = replace(record, payload=tuple(t.detach().to("cpu", copy=True) for t in whole_inputs))
         self._op_id += 1
         self._records.append(record)
         return len(self._records) - 1, record
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+class _Described(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    nbytes: int
+    contiguous: bool
+
+
+def _described(tensor: Tensor) -> _Described:
+    elements = tensor.numel()
+    return _Described(tuple(tensor.shape), _dtype_name(tensor.dtype), elements, elements * tensor.element_size(), tensor.is_contiguous())
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -240,10 +240,14 @@ class Exchange:
 
     def _compute(self, meeting: Meeting, call: Call) -> None:
         inputs = [meeting.calls[rank].inputs for rank in range(len(meeting.members))]
-        with torch.no_grad():
+        tracked = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
             results = collectives.compute(call.kind, inputs, call.reduce_op, self._order, call.root)
             if self._perturb is not None:
                 results = self._perturb(meeting, results)
+        finally:
+            torch._C._set_grad_enabled(tracked)
         self._check_sizes(meeting, results)
         meeting.results = results
 

@@ -22,13 +22,16 @@ def poison_outputs(call: Call, inputs: Sequence[Tensor]) -> None:
 
 
 class PlainTensors:
-    """Our own tensor operations are not the user's: hide them from Python dispatch modes."""
+    """Our own tensor operations are not the user's: hide them from autograd and from Python dispatch modes."""
 
     def __enter__(self) -> None:
+        self._tracked = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         self._guard = torch._C._DisableTorchDispatch()
 
     def __exit__(self, *_: object) -> None:
         del self._guard
+        torch._C._set_grad_enabled(self._tracked)
 
 
 class Watch:
@@ -49,7 +52,7 @@ class Watch:
 
     def touched(self) -> bool:
         """Whether any of the tensors has another content than at the call."""
-        with torch.no_grad(), PlainTensors():
+        with PlainTensors():
             moved = [(tensor, before) for tensor, version, before in self._watched if version is None or version != _version(tensor)]
             return any((_is_whole(tensor) and not tensor.is_inference()) or not _same(tensor, before) for tensor, before in moved)
 

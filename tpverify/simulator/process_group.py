@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -302,7 +303,11 @@ def _is_async(opts: Any) -> bool:
 
 def _reduce_op(opts: Any) -> str:
     operator = getattr(opts, "reduceOp", opts)
-    operator = getattr(operator, "op", operator)
+    return _op_name(getattr(operator, "op", operator))
+
+
+@functools.cache
+def _op_name(operator: Any) -> str:
     return "SUM" if operator is None else str(getattr(operator, "name", operator))
 
 

@@ -203,15 +203,17 @@ class RankState:
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """After the block the process's own state is back, all environment variables included."""
-        before = os.environ.copy()
+        environment: Any = getattr(os, "environb", os.environ)  # bytes need no decoding
+        before = dict(environment)
         os.environ.update(self._launcher)
         try:
             yield
         finally:
             self._restore(self._outside)
-            for name in [name for name in os.environ if name not in before]:
-                del os.environ[name]
-            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+            after = dict(environment)
+            for name in after.keys() - before.keys():
+                del environment[name]
+            environment.update({name: value for name, value in before.items() if after.get(name) != value})
 
     def _capture(self) -> _State:
         return _State(
