@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpverify.simulator.world import Simulation, simulate
 
@@ -266,3 +267,38 @@ def test_a_helper_thread_may_ask_for_the_rank_but_not_communicate() -> None:
             return pool.submit(dist.get_rank).result()
 
     assert run(program).results == [0, 1]
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of the operations that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send and recv"])
+def test_dispatch_modes_of_a_rank_see_its_own_operations_only(kind: str, is_async: bool) -> None:
+    def program(rank: int) -> list[str]:
+        x, wide, one = torch.ones(4), torch.ones(8), torch.ones(2)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(x, async_op=is_async),
+            "all_gather": lambda: dist.all_gather_into_tensor(wide, x, async_op=is_async),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(one, x, async_op=is_async),
+            "all_to_all": lambda: dist.all_to_all_single(wide, wide.clone(), async_op=is_async),
+            "broadcast": lambda: dist.broadcast(x, 0, async_op=is_async),
+            "send and recv": lambda: (dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)),
+        }
+        with Seen() as seen:
+            x.add_(1)
+            work = calls[kind]()
+            if work is not None:
+                work.wait()
+        return [name for name in seen.names if name != "aten.clone.default"] if kind == "all_to_all" else seen.names
+
+    assert run(program).results == [["aten.add_.Tensor"]] * 2

@@ -24,7 +24,8 @@ from tpverify.processes.errors_as_data import described
 from tpverify.simulator.endpoint import Capture, Endpoint, RecvWork, SimWork
 from tpverify.simulator.exchange import Call
 from tpverify.simulator.failures import rank_error
-from tpverify.simulator.in_flight import IN_PLACE, PlainTensors, Watch
+from tpverify.simulator.in_flight import IN_PLACE, Watch
+from tpverify.simulator.plain_tensors import PlainTensors
 from tpverify.simulator.process_group import RELEASE_NAMES, SimProcessGroup
 from tpverify.simulator.recorder import Recorder, call_sites
 

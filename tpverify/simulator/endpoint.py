@@ -15,7 +15,8 @@ from torch import Tensor
 from tpverify.ledger.record import Record
 from tpverify.simulator.collectives import REDUCING
 from tpverify.simulator.exchange import Call, Exchange, Meeting, Message
-from tpverify.simulator.in_flight import PlainTensors, Watch, poison_outputs
+from tpverify.simulator.in_flight import Watch, poison_outputs
+from tpverify.simulator.plain_tensors import PlainTensors
 from tpverify.simulator.recorder import Recorder, call_sites
 from tpverify.simulator.scheduler import Scheduler
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tpverify.errors import CollectiveMismatch, SimulationError
 from tpverify.ledger.matching import CrossingDetector, disagreement, located, name_crossing, name_difference
 from tpverify.ledger.record import Record
 from tpverify.simulator import collectives
+from tpverify.simulator.plain_tensors import PlainTensors
 from tpverify.simulator.recorder import call_sites
 from tpverify.simulator.scheduler import Unwind, Wait
 
@@ -240,14 +240,10 @@ class Exchange:
 
     def _compute(self, meeting: Meeting, call: Call) -> None:
         inputs = [meeting.calls[rank].inputs for rank in range(len(meeting.members))]
-        tracked = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
+        with PlainTensors():
             results = collectives.compute(call.kind, inputs, call.reduce_op, self._order, call.root)
             if self._perturb is not None:
                 results = self._perturb(meeting, results)
-        finally:
-            torch._C._set_grad_enabled(tracked)
         self._check_sizes(meeting, results)
         meeting.results = results
 

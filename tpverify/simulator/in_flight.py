@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpverify.simulator.exchange import Call
+from tpverify.simulator.plain_tensors import PlainTensors
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 """Kinds whose inputs are their outputs."""
@@ -19,19 +20,6 @@ def poison_outputs(call: Call, inputs: Sequence[Tensor]) -> None:
     for output in call.outputs:
         if output.numel() and output.untyped_storage().data_ptr() not in storages:
             _poison(output)
-
-
-class PlainTensors:
-    """Our own tensor operations are not the user's: hide them from autograd and from Python dispatch modes."""
-
-    def __enter__(self) -> None:
-        self._tracked = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        self._guard = torch._C._DisableTorchDispatch()
-
-    def __exit__(self, *_: object) -> None:
-        del self._guard
-        torch._C._set_grad_enabled(self._tracked)
 
 
 class Watch:

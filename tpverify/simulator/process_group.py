@@ -15,6 +15,7 @@ from tpverify.errors import CollectiveRefused
 from tpverify.simulator.collectives import check_reducible
 from tpverify.simulator.endpoint import Endpoint, SimWork
 from tpverify.simulator.exchange import Call
+from tpverify.simulator.plain_tensors import PlainTensors
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs describe one release; the methods below serve several
 
@@ -312,7 +313,8 @@ def _op_name(operator: Any) -> str:
 
 
 def _chunks(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    return tensor.reshape(-1).chunk(count) if tensor.numel() else [tensor.reshape(-1)] * count
+    with PlainTensors():
+        return tensor.reshape(-1).chunk(count) if tensor.numel() else [tensor.reshape(-1)] * count
 
 
 def _split(tensor: Tensor, sizes: Any, count: int, what: str) -> list[Tensor]:
@@ -327,7 +329,8 @@ def _split(tensor: Tensor, sizes: Any, count: int, what: str) -> list[Tensor]:
     _expect_count(f"{what} split sizes of all_to_all", len(sizes), count, 0)
     if sum(sizes) != tensor.shape[0]:
         raise CollectiveRefused(f"Expected {what} split sizes that add up to {tensor.shape[0]} rows but got {list(sizes)}")
-    return list(torch.split(tensor, list(sizes)))
+    with PlainTensors():
+        return list(torch.split(tensor, list(sizes)))
 
 
 def _expect_known_dtype(*tensors: Tensor) -> None:
