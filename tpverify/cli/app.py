@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": "tpverify.cli.replay",
     "ledger": "tpverify.cli.ledger",
     "mutants": "tpverify.cli.mutants",
+    "bench": "tpverify.cli.bench",
     "list": "tpverify.cli.listing",
 }
 """Command -> module that holds it as ``command``."""

@@ -126,7 +126,7 @@ def attempt(item: Item) -> Fate | Pass:
     Raises:
         SubjectError: its subject contradicts itself.
     """
-    _ready()
+    ready()
     if item.what == "mutant":
         return fate_of(catalogue()[item.id], seed=item.seed, max_examples=item.max_examples)
     return pass_of(all_controls()[item.id], seed=item.seed)
@@ -146,7 +146,7 @@ def pass_of(control: Control, *, seed: int = 0) -> Pass:
 
 
 @functools.cache
-def _ready() -> None:
+def ready() -> None:
     """Once in a worker: the first case of a process takes seconds, and all that is loaded for it may sway what Hypothesis draws."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)  # torch logs what a rank's exception says as well

@@ -1,0 +1,117 @@
+"""Peer: torch's threaded process group, in which its own tests run; a thread for each rank, all of them at once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore, Store
+
+from tpverify.bench.runners import Run
+from tpverify.bench.work import Tensors, Work
+from tpverify.device import default_dtype
+
+_bindings: Any = torch._C._distributed_c10d
+PATIENCE = 60.0
+"""Seconds for all that a rank is told to do."""
+
+
+@contextlib.contextmanager
+def threads_kept(work: Work) -> Iterator[Run]:
+    """Threads and groups that are kept from call to call."""
+    with _installed(work):
+        ranks = _started(work)
+        try:
+            yield Run(lambda: _told(ranks), lambda: _told(ranks))
+        finally:
+            _ended(ranks)
+
+
+@contextlib.contextmanager
+def threads_anew(work: Work) -> Iterator[Run]:
+    """New threads, which initialise their world, for each call: how the group is used."""
+
+    def run() -> list[Tensors]:
+        ranks = _started(work)
+        try:
+            return _told(ranks)
+        finally:
+            _ended(ranks)
+
+    with _installed(work):
+        yield Run(run, run)
+
+
+@contextlib.contextmanager
+def _installed(work: Work) -> Iterator[None]:
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    threaded: Any = multi_threaded_pg
+    if isinstance(c10d._world, threaded.ThreadLocalWorld):  # another such context surrounds this one
+        yield
+        return
+    threaded._install_threaded_pg()
+    _bindings._set_thread_isolation_mode(True)
+    try:
+        with default_dtype(work.dtype):
+            yield
+    finally:
+        _bindings._set_thread_isolation_mode(False)
+        threaded._uninstall_threaded_pg()
+
+
+class _Rank(threading.Thread):
+    """One rank, which works whenever it is told to."""
+
+    def __init__(self, rank: int, work: Work, store: Store) -> None:
+        super().__init__(name=f"threaded rank {rank}", daemon=True)
+        self.orders: SimpleQueue[bool] = SimpleQueue()
+        self.answers: SimpleQueue[Any] = SimpleQueue()
+        self._rank, self._work, self._store = rank, work, store
+
+    def run(self) -> None:
+        """Work until told to end."""
+        try:
+            dist.init_process_group("threaded", store=self._store, rank=self._rank, world_size=self._work.world_size)
+            self.answers.put(None)
+            while self.orders.get():
+                self.answers.put(self._work())
+            dist.destroy_process_group()
+        except BaseException as error:  # noqa: B036 - whatever it is, whoever waits must hear of it
+            self.answers.put(error)
+
+
+def _started(work: Work) -> list[_Rank]:
+    store = HashStore()
+    ranks = [_Rank(rank, work, store) for rank in range(work.world_size)]
+    for rank in ranks:
+        rank.start()
+    _answers(ranks)  # until they are ready: nobody may replace c10d's world meanwhile
+    return ranks
+
+
+def _told(ranks: list[_Rank]) -> list[Tensors]:
+    for rank in ranks:
+        rank.orders.put(True)
+    return _answers(ranks)
+
+
+def _answers(ranks: list[_Rank]) -> list[Any]:
+    answers = [rank.answers.get(timeout=PATIENCE) for rank in ranks]
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+def _ended(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.orders.put(False)
+    for rank in ranks:
+        rank.join(PATIENCE)
