@@ -82,6 +82,7 @@ LIBRARIES = {
         Library("deepspeed", "deepspeed", "0.19.8", "0.19.8", "pip install 'tpverify[deepspeed]'"),
         Library("fairscale", "fairscale", "0.4.13", "0.4.13", "pip install 'tpverify[fairscale]'"),
         Library("megatron_core", "megatron-core", "0.16.1", "0.19.2", "pip install 'tpverify[megatron]'"),
+        Library("torchtitan", "torchtitan", "0.3.0", "0.3.0", "pip install 'tpverify[torchtitan]'"),
         Library("transformers", "transformers", "5.24.0", "5.24.0", "pip install 'tpverify[transformers]'"),
     )
 }
