@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import tpverify as tpv
+from tpverify.adapters.source import Expression, called, source_of
 from tpverify.case import Case
 from tpverify.cli import main
 from tpverify.mutants.catalogue import catalogue
@@ -151,6 +152,40 @@ def test_literals_are_read_back_bit_by_bit(shape: tuple[int, ...], layout: Any, 
             assert torch.equal(space["value"], shard(tensor, layout, rank, world_size)) and space["value"].dtype == dtype
     finally:
         torch.set_default_dtype(before)
+
+
+class Scaled:
+    """A class whose source is borrowed."""
+
+    factor: int = 2
+    unset: int
+
+    def __call__(self, x: float, *rest: int, **_: Any) -> float:
+        """Scaled, and more."""
+        total: float = x * self.factor  # of them
+        return total + sum(rest)
+
+
+def test_borrowed_source_is_the_same_code_without_annotations() -> None:
+    text = source_of(Scaled)
+    space: dict[str, Any] = {}
+    exec(text, space)
+    assert space["Scaled"]()(3.0, 1, more=0) == Scaled()(3.0, 1, more=0) == 7.0
+    assert text.splitlines()[1] == '    """A class whose source is borrowed."""'
+    assert not any(word in text for word in ("float", "int", "Any", "#"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=st.lists(st.text(max_size=60) | st.integers()),
+    named=st.dictionaries(st.from_regex(r"[a-z]{1,40}_", fullmatch=True), st.none() | st.booleans() | st.text(" a", max_size=30)),
+)
+def test_a_call_is_read_back_and_fits_its_lines(values: list[Any], named: dict[str, Any]) -> None:
+    text = called("collected", *values, **named)
+    assert eval(text, {"collected": lambda *given, **more: (list(given), more)}) == (values, named)
+    alone = {f"    {argument}," for argument in (*map(repr, values), *(f"{name}={value!r}" for name, value in named.items()))}
+    assert all(len(line) <= 116 or line in alone for line in text.splitlines())
+    assert called("f", Expression("x + 1"), y=Expression("z")) == "f(x + 1, y=z)"
 
 
 def tpverify(*arguments: str) -> Any:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
 import tpverify as tpv
 from tpverify.adapters.libraries import LIBRARIES
 from tpverify.case import Case
+from tpverify.errors import CaseError
 from tpverify.script.source import script
 from tpverify.strategies import cases
 from tpverify.verification import read_case
 
-CASES = 100 if settings().max_examples >= 1000 else 15
+NIGHTLY = settings().max_examples >= 1000
+
+CASES = 100 if NIGHTLY else 15
 """Drawn of each subject's right paths; more in the nightly profile."""
+
+SCRIPTS = 20 if NIGHTLY else 3
+"""As many of them have their scripts run too."""
 
 WITHOUT_TPVERIFY = 'import sys\n\nsys.modules["tpverify"] = None\n'
 """In front of a program, lets it and the processes that it starts fail to import tpverify."""
@@ -55,19 +65,59 @@ def assert_holds(subject: tpv.Subject, right: Callable[[Any], Mapping[str, Any]]
         right: the config's fields that must differ to keep it off the wrong paths.
         layouts: whether the library takes strided tensors.
     """
+    return for_cases(subject, on_right_path(right, layouts), lambda case: _holds(subject, case), CASES)
+
+
+def on_right_path(right: Callable[[Any], Mapping[str, Any]], layouts: bool) -> Callable[[Case], Case]:
+    """What keeps a case off what is wrong, by the same arguments."""
+
+    def changed(case: Case) -> Case:
+        config = dataclasses.replace(case.config, **right(case.config))
+        return dataclasses.replace(case, config=config, layout=case.layout if layouts else "contiguous")
+
+    return changed
+
+
+def _holds(subject: tpv.Subject, case: Case) -> None:
+    assert tpv.check_case(subject, case) == [], case
+
+
+def for_cases(subject: tpv.Subject, changed: Callable[[Case], Case], test: Callable[[Case], None], examples: int) -> int:
+    """Run a test on drawn cases, kept off what is wrong; how many there were."""
     ran = 0
 
-    def holds(case: Case) -> None:
+    def of_case(case: Case) -> None:
         nonlocal ran
-        config = dataclasses.replace(case.config, **right(case.config))
-        case = dataclasses.replace(case, config=config, layout=case.layout if layouts else "contiguous")
-        assert tpv.check_case(subject, case) == []
+        test(changed(case))
         ran += 1
 
     phases = (Phase.generate, Phase.shrink)
-    config = settings(max_examples=CASES, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
-    hypothesis.seed(0)(config(given(cases(subject, (1, 2, 3, 4)))(holds)))()
+    config = settings(max_examples=examples, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
+    hypothesis.seed(0)(config(given(cases(subject, (1, 2, 3, 4)))(of_case)))()
     return ran
+
+
+def assert_script_holds(subject: tpv.Subject, case: Case) -> None:
+    """The script of a case finds nothing if simulated ranks run it; cases that are refused, or long, are drawn again."""
+    hypothesis.assume(subject.rejects is None or not subject.rejects(case.config, case.world_size))
+    space: dict[str, Any] = {"__name__": "script"}
+    try:
+        exec(compile(script(subject, case, "simulator"), "script", "exec"), space)
+    except CaseError as error:
+        if "numbers to write down" not in str(error):
+            raise
+        hypothesis.reject()
+    wrong = torch.zeros(case.world_size)
+    with subject.context_for(case.config), contextlib.redirect_stdout(io.StringIO()) as printed:
+        tpv.simulate(lambda: space["run"](dist.get_rank(), "unused", wrong), case.world_size, rank_local=subject.rank_local)
+    assert not wrong.any() and ": expected " in printed.getvalue(), printed.getvalue()
+
+
+def a_few(names: Iterable[str], *few: str) -> list[str]:
+    """These few of the names; all of them in the nightly profile. On real processes a script takes ten seconds or more."""
+    every = list(names)
+    assert set(few) <= set(every), few
+    return every if NIGHTLY else list(few)
 
 
 def shown_on_gloo(case: str, folder: Path) -> tuple[int, str]:
@@ -81,3 +131,16 @@ def shown_on_gloo(case: str, folder: Path) -> tuple[int, str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-I", path], cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout + done.stderr
+
+
+def assert_shown(case: str, says: str, folder: Path) -> None:
+    """The script exits 1, and says so where a number differs or a rank raises."""
+    code, printed = shown_on_gloo(case, folder)
+    wrong = [line for line in printed.splitlines() if ": expected " not in line or "<-- differs" in line]
+    assert code == 1 and any(says in line for line in wrong), printed
+
+
+def assert_not_shown(case: str, folder: Path) -> None:
+    """The script exits 0: numbers have been compared, and all agree."""
+    code, printed = shown_on_gloo(case, folder)
+    assert code == 0 and ": expected " in printed and "<-- differs" not in printed, printed

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from tpverify.adapters.megatron_core.environment import COMMON, Norm, along_sequence, begin, finalize_gradients, transformer_config
 from tpverify.adapters.megatron_core.mlp import with_bias_left
 from tpverify.adapters.megatron_core.references import AttentionConfig, ReferenceAttention, freeze, later
+from tpverify.adapters.megatron_core.script import CONFIG, FREEZE, LINEAR, MASK, NN, ROTARY, ROTARY_IMPORT, config_source, script
+from tpverify.adapters.source import source_of
 from tpverify.sharding import PlacementLike, Replicate, Shard
 from tpverify.subjects.drawing import activations
 from tpverify.subjects.subject import Input, Subject
@@ -115,6 +117,32 @@ def _parallel(config: AttentionConfig) -> nn.Module:
     return module
 
 
+SUBMODULES = """submodules = SelfAttentionSubmodules(
+    linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear{norms}
+)"""
+IMPORTS = """from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+"""
+
+
+def _source(config: AttentionConfig) -> str:
+    norms = ", q_layernorm=Norm, k_layernorm=Norm" * config.qk_norm
+    mask = MASK.format(seq=config.seq) if config.causal else "mask = None"
+    given = ", rotary_pos_emb=rotary" * config.rotary
+    return script(
+        config_source(config.sequence_parallel, **attention_fields(config)),
+        SUBMODULES.format(norms=norms),
+        f"module = SelfAttention(config, submodules, 1, AttnMaskType.{'causal' if config.causal else 'no_mask'})",
+        mask,
+        ROTARY.format(size=config.head_dim, seq=config.seq) * config.rotary,
+        f"forward = module.forward\nmodule.forward = lambda x: forward(x, mask{given})",
+        FREEZE * config.frozen,
+        imports=ROTARY_IMPORT * config.rotary + LINEAR + IMPORTS + CONFIG + NN * config.qk_norm,
+        definitions=(source_of(Norm),) * config.qk_norm,
+    )
+
+
 def attention_placements(config: AttentionConfig) -> dict[str, PlacementLike]:
     """Of attention's parameters wherever it sits in a model; groups lie one after the other, so that an even cut is one by groups."""
     norms: dict[str, PlacementLike] = {"*q_layernorm.*": Replicate(), "*k_layernorm.*": Replicate()} if config.qk_norm else {}
@@ -134,6 +162,7 @@ def _subject(name: str, gate: bool) -> Subject:
         finalize_gradients=finalize_gradients,
         rejects=lambda c, world_size: c.heads % world_size != 0,
         precision=torch.float32 if gate else torch.float64,  # the gate is applied in float32
+        script=_source,
         **COMMON,
     )
 

@@ -55,28 +55,34 @@ def begin() -> None:
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)  # this tracker does not ask for the state of a GPU
 
 
+FIELDS: dict[str, Any] = {
+    "num_layers": 1,
+    "use_cpu_initialization": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "attention_softmax_in_fp32": False,
+}
+"""Of every config: without what needs CUDA, and without dropout."""
+
+
 def transformer_config(
     sequence_parallel: bool = False, kind: type[TransformerConfig] = TransformerConfig, **fields: Any
 ) -> TransformerConfig:
-    """A config without what needs CUDA, and without dropout; sizes that no ``fields`` name are the smallest there are."""
+    """A config; sizes that no ``fields`` name are the smallest there are."""
     size = tp_group().size()
     heads = fields.setdefault("num_attention_heads", size)
     fields.setdefault("hidden_size", heads)
     return kind(
         **{
-            "num_layers": 1,
+            **FIELDS,
             "tensor_model_parallel_size": size,
             "sequence_parallel": sequence_parallel and size > 1,
-            "use_cpu_initialization": True,
             "params_dtype": torch.get_default_dtype(),
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "gradient_accumulation_fusion": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "masked_softmax_fusion": False,
-            "apply_rope_fusion": False,
-            "attention_softmax_in_fp32": False,
             **fields,
         }
     )

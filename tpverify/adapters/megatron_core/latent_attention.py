@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from tpverify.adapters.megatron_core.environment import COMMON, Norm, along_sequence, begin, finalize_gradients, transformer_config
 from tpverify.adapters.megatron_core.mlp import with_bias_left
 from tpverify.adapters.megatron_core.references import later, norm_of, rotate
+from tpverify.adapters.megatron_core.script import LINEAR, MASK, NN, config_source, script
+from tpverify.adapters.source import Expression, called, source_of
 from tpverify.sharding import PlacementLike, Replicate, Shard
 from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.subject import Input, Subject
@@ -120,7 +122,7 @@ def _rotated(x: Tensor) -> Tensor:
     return rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1))
 
 
-class _Core(nn.Module):
+class Core(nn.Module):
     """Softmax of the scores; Megatron's own takes no separate sizes of keys and values."""
 
     def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
@@ -146,7 +148,7 @@ class ParallelLatentAttention(MLASelfAttention):  # type: ignore[misc]
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=_Core,
+            core_attention=Core,
             linear_proj=RowParallelLinear,
             q_layernorm=norm,
             kv_layernorm=norm,
@@ -160,21 +162,50 @@ class ParallelLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def _latent_config(config: LatentAttentionConfig) -> MLATransformerConfig:
-    return transformer_config(
-        config.sequence_parallel,
-        MLATransformerConfig,
-        hidden_size=config.hidden,
-        num_attention_heads=config.heads,
-        kv_channels=config.head_dim,
-        q_lora_rank=config.query_rank,
-        kv_lora_rank=config.rank,
-        qk_head_dim=config.head_dim,
-        qk_pos_emb_head_dim=config.rotary_dim,
-        v_head_dim=config.head_dim,
-        rope_type="rope",
-        add_bias_linear=config.bias,
-        qk_layernorm=config.qk_norm,
-        normalization=config.normalization,
+    return transformer_config(config.sequence_parallel, MLATransformerConfig, **_fields(config))
+
+
+def _fields(config: LatentAttentionConfig) -> dict[str, Any]:
+    """Of an ``MLATransformerConfig``."""
+    return {
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "kv_channels": config.head_dim,
+        "q_lora_rank": config.query_rank,
+        "kv_lora_rank": config.rank,
+        "qk_head_dim": config.head_dim,
+        "qk_pos_emb_head_dim": config.rotary_dim,
+        "v_head_dim": config.head_dim,
+        "rope_type": "rope",
+        "add_bias_linear": config.bias,
+        "qk_layernorm": config.qk_norm,
+        "normalization": config.normalization,
+    }
+
+
+PROJECTIONS = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+IMPORTS = """import torch.nn.functional as F
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+"""
+IDENTITY = "from megatron.core.transformer.identity_op import IdentityOp\n"
+
+
+def _source(config: LatentAttentionConfig) -> str:
+    norm = Expression("Norm" if config.qk_norm else "IdentityOp")
+    layers = dict.fromkeys(PROJECTIONS, Expression("ColumnParallelLinear"))
+    others = {"core_attention": Expression("Core"), "linear_proj": Expression("RowParallelLinear")}
+    return script(
+        "multi_latent_attention.HAVE_TE = False  # 0.16.1 says that it is there",
+        config_source(config.sequence_parallel, MLATransformerConfig, **_fields(config)),
+        "submodules = " + called("MLASelfAttentionSubmodules", **layers, **others, q_layernorm=norm, kv_layernorm=norm),
+        "module = MLASelfAttention(config, submodules, 1, AttnMaskType.causal)",
+        MASK.format(seq=config.seq),
+        "forward = module.forward\nmodule.forward = lambda x: forward(x, mask)",
+        imports=LINEAR + IMPORTS + IDENTITY * (not config.qk_norm) + NN,
+        definitions=(*(source_of(Norm),) * config.qk_norm, source_of(Core)),
     )
 
 
@@ -195,6 +226,7 @@ SUBJECTS = {
         outputs=with_bias_left,
         finalize_gradients=finalize_gradients,
         rejects=lambda c, world_size: c.heads % world_size != 0,
+        script=_source,
         **COMMON,
     ),
 }

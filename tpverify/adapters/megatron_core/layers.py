@@ -12,6 +12,8 @@ from megatron.core import tensor_parallel as tp
 from torch import Tensor, nn
 
 from tpverify.adapters.megatron_core.environment import COMMON, along_sequence, begin, finalize_gradients, transformer_config
+from tpverify.adapters.megatron_core.script import CONFIG, INITIAL, config_source, script
+from tpverify.adapters.source import called
 from tpverify.sharding import Partial, Placement, PlacementLike, Replicate, Shard
 from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.subject import Input, Subject, Vocabulary
@@ -128,6 +130,29 @@ class ParallelColumn(tp.ColumnParallelLinear):  # type: ignore[misc]
         return super().forward(x, **self.call, **({"weight": self.weight} if self.given else {}))
 
 
+def _column_source(config: ColumnConfig) -> str:
+    options = {
+        "bias": config.bias,
+        "gather_output": config.gather_output != config.at_call,
+        "skip_bias_add": config.skip_bias_add,
+        **({"skip_weight_param_allocation": True} if config.given else {}),
+        **({"disable_grad_reduce": True} if config.unreduced else {}),
+    }
+    at_call = [f"runtime_gather_output={config.gather_output}"] * config.at_call + ["weight=module.weight"] * config.given
+    return script(
+        config_source(config.sequence_parallel),
+        "module = " + called("ColumnParallelLinear", config.in_features, config.out_features, **INITIAL, **options),
+        f"module.weight = torch.nn.Parameter(torch.empty(module.output_size_per_partition, {config.in_features}))" * config.given,
+        f"forward = module.forward\nmodule.forward = lambda x: forward(x, {', '.join(at_call)})" if at_call else "",
+        FROZEN * config.frozen,
+        imports=f"from megatron.core.tensor_parallel import ColumnParallelLinear\n{CONFIG}",
+        finalized=False,
+    )
+
+
+FROZEN = "module.weight.requires_grad_(False)"
+
+
 def _row(config: RowConfig) -> nn.Module:
     begin()
     layer: nn.Module = tp.RowParallelLinear(
@@ -140,6 +165,16 @@ def _row(config: RowConfig) -> nn.Module:
         skip_bias_add=config.skip_bias_add,
     )
     return _frozen(layer, config.frozen)
+
+
+def _row_source(config: RowConfig) -> str:
+    options = {name: getattr(config, name) for name in ("bias", "input_is_parallel", "skip_bias_add")}
+    return script(
+        config_source(config.sequence_parallel),
+        "module = " + called("RowParallelLinear", config.in_features, config.out_features, **INITIAL, **options),
+        FROZEN * config.frozen,
+        imports=f"from megatron.core.tensor_parallel import RowParallelLinear\n{CONFIG}",
+    )
 
 
 def _frozen(layer: nn.Module, frozen: bool) -> nn.Module:
@@ -210,6 +245,16 @@ def _embedding(config: EmbeddingConfig) -> nn.Module:
     return layer
 
 
+def _embedding_source(config: EmbeddingConfig) -> str:
+    options = {"reduce_scatter_embeddings": config.reduce_scatter}
+    return script(
+        config_source(deterministic_mode=config.deterministic),
+        "module = " + called("VocabParallelEmbedding", config.vocab, config.hidden, **INITIAL, **options),
+        imports=f"from megatron.core.tensor_parallel import VocabParallelEmbedding\n{CONFIG}",
+        finalized=False,
+    )
+
+
 SUBJECTS = {
     "column_parallel_linear": Subject(
         name="megatron_core.column_parallel_linear",
@@ -222,6 +267,7 @@ SUBJECTS = {
         rejects=lambda c, world_size: c.out_features % world_size != 0,
         refusal=AssertionError,
         exact=True,
+        script=_column_source,
         **COMMON,
     ),
     "row_parallel_linear": Subject(
@@ -236,6 +282,7 @@ SUBJECTS = {
         rejects=lambda c, world_size: c.in_features % world_size != 0,
         refusal=AssertionError,
         exact=True,
+        script=_row_source,
         **COMMON,
     ),
     "vocab_parallel_embedding": Subject(
@@ -250,6 +297,7 @@ SUBJECTS = {
         refusal=AssertionError,
         vocabulary=lambda c: Vocabulary(c.vocab, parameters=("weight",), ids="ids"),
         exact=True,
+        script=_embedding_source,
         **COMMON,
     ),
 }

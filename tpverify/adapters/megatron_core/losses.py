@@ -14,6 +14,7 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from torch import Tensor, nn
 
 from tpverify.adapters.megatron_core.environment import COMMON, begin
+from tpverify.adapters.megatron_core.script import script
 from tpverify.sharding import Replicate, Shard
 from tpverify.subjects.drawing import activations, loss_vocabularies
 from tpverify.subjects.subject import Input, Subject, Vocabulary
@@ -88,6 +89,25 @@ class ParallelLoss(ReferenceLoss):
         return losses
 
 
+LOSS = """class Loss(torch.nn.Module):
+    def forward(self, hidden, targets):
+        logits = hidden * 1.0  # by a head
+        loss = {loss}
+        return {returned}
+"""
+
+
+def _source(config: CrossEntropyConfig) -> str:
+    imports = "from megatron.core.tensor_parallel import vocab_parallel_cross_entropy"
+    loss = "vocab_parallel_cross_entropy(logits, targets" + f", {config.label_smoothing}" * (config.label_smoothing > 0) + ")"
+    if config.fused:
+        imports = "from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy"
+        loss = "fused_vocab_parallel_cross_entropy(logits, targets, parallel_state.get_tensor_model_parallel_group())"
+    loss += f" * (targets != {IGNORED})" * config.masked
+    definition = LOSS.format(loss=loss, returned="(loss, logits.detach())" if config.reuse else "loss")
+    return script("module = Loss()", imports=imports, definitions=(definition,), finalized=False)
+
+
 def _subject(name: str, fused: bool) -> Subject:
     return Subject(
         name=f"megatron_core.{name}",
@@ -101,6 +121,7 @@ def _subject(name: str, fused: bool) -> Subject:
         outputs=lambda c: (Replicate(), Shard(2)) if c.reuse else Replicate(),
         vocabulary=lambda c: Vocabulary(c.vocab, targets="targets", logits="logits", ignore=IGNORED if c.masked else None),
         precision=torch.float32,  # the loss is computed in it
+        script=_source,
         **COMMON,
     )
 

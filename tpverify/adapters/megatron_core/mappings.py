@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hypothesis import strategies as st
 from megatron.core import tensor_parallel as tp
@@ -10,7 +11,9 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from tpverify.adapters.megatron_core.environment import COMMON, begin
+from tpverify.adapters.megatron_core.script import script
 from tpverify.adapters.regions import REGIONS, SEQUENCE, SUMMANDS, SUMMED, MappingModule, RegionConfig, region_configs, region_mappings
+from tpverify.adapters.source import Expression, called, source_of
 from tpverify.sharding import Placement, Shard
 from tpverify.subjects.subject import Input, Subject
 
@@ -20,7 +23,7 @@ MAPPINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter": tp.scatter_to_tensor_model_parallel_region,
     "gather": tp.gather_from_tensor_model_parallel_region,
     "scatter_sequence": tp.scatter_to_sequence_parallel_region,
-    "gather_sequence": lambda x: tp.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False),
+    "gather_sequence": partial(tp.gather_from_sequence_parallel_region, tensor_parallel_output_grad=False),
     "gather_sequence_to_parallel": tp.gather_from_sequence_parallel_region,
     "reduce_scatter_sequence": tp.reduce_scatter_to_sequence_parallel_region,
 }
@@ -46,7 +49,7 @@ def flat_configs(draw: st.DrawFn, world_size: int) -> RegionConfig:
     return RegionConfig(draw(st.sampled_from(sorted(FLAT))), draw(sizes) * world_size, 1, draw(sizes) * world_size)
 
 
-class _Branches(nn.Module):
+class Branches(nn.Module):
     """What a mapping is given is used once more after it, and the gradient of what it makes goes to a second branch too."""
 
     def __init__(self, mapping: Callable[[Tensor], Tensor]) -> None:
@@ -61,11 +64,25 @@ class _Branches(nn.Module):
 
 def _branches(config: RegionConfig) -> nn.Module:
     begin()
-    return _Branches(MAPPINGS[config.mapping])
+    return Branches(MAPPINGS[config.mapping])
+
+
+def _source(module: type[nn.Module], mapping: Callable[[Tensor], Tensor]) -> str:
+    function, options = (mapping.func, mapping.keywords) if isinstance(mapping, partial) else (mapping, {})
+    name = f"mappings.{function.__name__}"
+    given = f"lambda x: {called(name, Expression('x'), **options)}" if options else name
+    return script(
+        f"module = {module.__name__}({given})",
+        imports="from megatron.core.tensor_parallel import mappings\nfrom torch import nn",
+        definitions=(source_of(module),),
+        finalized=False,
+    )
 
 
 SUBJECTS = {
-    "mappings": region_mappings("megatron_core.mappings", MAPPINGS, begin, **COMMON),
+    "mappings": region_mappings(
+        "megatron_core.mappings", MAPPINGS, begin, script=lambda c: _source(MappingModule, MAPPINGS[c.mapping]), **COMMON
+    ),
     "flat_mappings": Subject(
         name="megatron_core.flat_mappings",
         reference=lambda _: MappingModule(lambda x: x),
@@ -74,11 +91,12 @@ SUBJECTS = {
         inputs=lambda c: {"x": Input((c.seq, c.hidden), placement=FLAT[c.mapping][1])},
         outputs=lambda c: FLAT[c.mapping][2],
         exact=True,
+        script=lambda c: _source(MappingModule, FLAT[c.mapping][0]),
         **COMMON,
     ),
     "branches": Subject(
         name="megatron_core.branches",
-        reference=lambda _: _Branches(lambda x: x),
+        reference=lambda _: Branches(lambda x: x),
         parallel=_branches,
         configs=region_configs(MAPPINGS),
         inputs=lambda c: dict(
@@ -86,6 +104,7 @@ SUBJECTS = {
         ),
         outputs=lambda c: tuple(reversed(REGIONS[c.mapping])),
         exact=True,
+        script=lambda c: _source(Branches, MAPPINGS[c.mapping]),
         **COMMON,
     ),
 }

@@ -14,6 +14,7 @@ from torch import nn
 
 from tpverify.adapters.megatron_core.environment import COMMON, along_sequence, begin, finalize_gradients, transformer_config
 from tpverify.adapters.megatron_core.references import MLPConfig, ReferenceMLP, freeze
+from tpverify.adapters.megatron_core.script import ACTIVATION, CONFIG, FREEZE, LINEAR, config_source, script
 from tpverify.sharding import Block, FusedShard, Partial, Placement, PlacementLike, Replicate, Shard
 from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.subject import Input, Subject
@@ -68,6 +69,18 @@ def _parallel(config: MLPConfig) -> nn.Module:
     return module
 
 
+def _source(config: MLPConfig) -> str:
+    fields = {"hidden_size": config.hidden, "kv_channels": 1, **mlp_fields(config)}
+    imports = ACTIVATION * (config.activation == "quick_gelu") + LINEAR + "from megatron.core.transformer.mlp import MLP, MLPSubmodules\n"
+    return script(
+        config_source(config.sequence_parallel, **fields),
+        "submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)",
+        f"module = MLP(config, submodules, ffn_hidden_size={config.ffn})",
+        FREEZE * config.frozen,
+        imports=imports + CONFIG,
+    )
+
+
 def mlp_placements(config: MLPConfig) -> dict[str, PlacementLike]:
     """Of the MLP's parameters wherever it sits in a model; gate and up are each cut by themselves."""
     rows = FusedShard(0, (Block(config.ffn), Block(config.ffn))) if config.gated else Shard(0)
@@ -96,6 +109,7 @@ def _subject(name: str, fused: bool) -> Subject:
         refusal=AssertionError,
         exact=lambda c: c.activation == "relu" and c.clamp is None,
         precision=torch.float32 if fused else torch.float64,  # constants of the fused functions have nine digits
+        script=_source,
         **COMMON,
     )
 

@@ -19,6 +19,8 @@ from tpverify.adapters.megatron_core.environment import COMMON, Norm, along_sequ
 from tpverify.adapters.megatron_core.mlp import ACTIVATIONS, mlp_fields, mlp_placements
 from tpverify.adapters.megatron_core.model_references import GPTConfig, LayerConfig, ReferenceGPT, ReferenceLayer, positions_of
 from tpverify.adapters.megatron_core.references import freeze, later
+from tpverify.adapters.megatron_core.script import ACTIVATION, CONFIG, FREEZE, MASK, NN, ROTARY, ROTARY_IMPORT, config_source, script
+from tpverify.adapters.source import Expression, called, source_of
 from tpverify.sharding import PlacementLike, Replicate, Shard
 from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.subject import Input, Subject, Vocabulary
@@ -83,6 +85,70 @@ def layer_spec(config: LayerConfig) -> ModuleSpec:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
     return spec
+
+
+SPEC = """spec = get_gpt_layer_local_spec(qk_layernorm={qk_norm})
+spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm"""
+HEADS = """attention = spec.submodules.self_attention.submodules
+attention.q_layernorm = attention.k_layernorm = Norm"""
+RECOMPUTED = """torch.cuda.random.get_rng_state = lambda device: torch.get_rng_state()  # a GPU's generator is kept and restored
+random._set_cuda_rng_state = lambda *args, **kwargs: None"""
+IMPORTS = "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec\n"
+GPT = """from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+"""
+
+
+def _model_source(config: LayerConfig, *statements: str, imports: str, **fields: Any) -> str:
+    """Source of a module that is made of layers; ``statements`` find its ``config`` and ``spec``."""
+    fields = {**attention_fields(config), **mlp_fields(config), **fields}
+    recomputed = "recompute_granularity" in fields and fields["recompute_granularity"] is not None
+    imports += IMPORTS + CONFIG + NN + ACTIVATION * (config.activation == "quick_gelu")
+    return script(
+        RECOMPUTED * recomputed,
+        config_source(config.sequence_parallel, **fields),
+        SPEC.format(qk_norm=config.qk_norm),
+        HEADS * config.qk_norm,
+        *statements,
+        FREEZE * config.frozen,
+        imports=imports + "from megatron.core.tensor_parallel import random\n" * recomputed,
+        definitions=(source_of(Norm),),
+    )
+
+
+def _layer_source(config: LayerConfig) -> str:
+    given = ", rotary_pos_emb=rotary" * config.rotary
+    return _model_source(
+        config,
+        "module = TransformerLayer(config, spec.submodules)",
+        MASK.format(seq=config.seq),
+        ROTARY.format(size=config.head_dim, seq=config.seq) * config.rotary,
+        f"forward = module.forward\nmodule.forward = lambda x: forward(x, attention_mask=mask{given})[0]",
+        imports="from megatron.core.transformer.transformer_layer import TransformerLayer\n" + ROTARY_IMPORT * config.rotary,
+    )
+
+
+def _gpt_source(config: GPTConfig) -> str:
+    options = {
+        "vocab_size": config.vocab,
+        "max_sequence_length": config.seq,
+        "parallel_output": not config.gathered,
+        "share_embeddings_and_output_weights": config.tied,
+        "position_embedding_type": config.positions,
+    }
+    given = ", labels=targets" * config.labels
+    return _model_source(
+        config,
+        f"block = TransformerBlockSubmodules(layer_specs=[spec] * {config.layers}, layer_norm=Norm)",
+        "module = " + called("GPTModel", Expression("config"), Expression("block"), **options),
+        MASK.format(seq=config.seq),
+        f"positions = torch.arange({config.seq}).expand({config.batch}, {config.seq})",
+        f"forward = module.forward\nmodule.forward = lambda ids, targets: forward(ids, positions, mask{given})",
+        imports=GPT,
+        cross_entropy_loss_fusion=config.fused_loss,
+        num_layers=config.layers,
+        **_recompute_fields(config),
+    )
 
 
 def layer_placements(config: LayerConfig) -> dict[str, PlacementLike]:
@@ -167,6 +233,7 @@ def _gpt(name: str, labels: bool) -> Subject:
             c.vocab, parameters=("*word_embeddings.weight", "output_layer.weight"), ids="ids", lookup="embedding.word_embeddings"
         ),
         precision=torch.float32 if labels else torch.float64,  # the loss is computed in float32
+        script=_gpt_source,
         **COMMON,
     )
 
@@ -182,6 +249,7 @@ SUBJECTS = {
         outputs=lambda c: along_sequence(c.sequence_parallel),
         finalize_gradients=finalize_gradients,
         rejects=lambda c, world_size: c.heads % world_size != 0,
+        script=_layer_source,
         **COMMON,
     ),
     "gpt": _gpt("gpt", True),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tpverify.adapters.megatron_core.environment import COMMON, along_sequence, begin, finalize_gradients, transformer_config
 from tpverify.adapters.megatron_core.mlp import ACTIVATIONS, mlp_fields, mlp_placements
 from tpverify.adapters.megatron_core.references import MLPConfig, ReferenceMLP
+from tpverify.adapters.megatron_core.script import ACTIVATION, CONFIG, config_source, script
 from tpverify.sharding import PlacementLike, Replicate
 from tpverify.subjects.drawing import activations, divisible
 from tpverify.subjects.subject import Input, Subject
@@ -166,29 +167,49 @@ class ReferenceMoE(nn.Module):
 
 def _parallel(config: MoEConfig) -> nn.Module:
     begin()
-    megatron = transformer_config(
-        True,
-        hidden_size=config.hidden,
-        kv_channels=1,
-        num_moe_experts=config.experts,
-        moe_ffn_hidden_size=config.ffn,
-        moe_router_topk=config.chosen,
-        moe_router_score_function=config.score,
-        moe_router_pre_softmax=config.before,
-        moe_router_load_balancing_type=config.balancing,
-        moe_aux_loss_coeff=0.0 if config.balancing == "none" else COEFFICIENT,
-        moe_z_loss_coeff=config.squares,
-        moe_shared_expert_intermediate_size=config.shared or None,
-        moe_shared_expert_gate=config.shared_gate,
-        moe_token_dispatcher_type="allgather",
-        calculate_per_token_loss=config.per_token,
-        **mlp_fields(config),
-    )
+    megatron = transformer_config(True, **_fields(config))
     mlp: Any = get_gpt_layer_local_spec(num_experts=config.experts, moe_grouped_gemm=False).submodules.mlp
     # Later versions bind the submodules to a function.
     submodules = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
     module: nn.Module = MoELayer(megatron, submodules)
     return module
+
+
+def _fields(config: MoEConfig) -> dict[str, Any]:
+    """Of a ``TransformerConfig``."""
+    return {
+        "hidden_size": config.hidden,
+        "kv_channels": 1,
+        "num_moe_experts": config.experts,
+        "moe_ffn_hidden_size": config.ffn,
+        "moe_router_topk": config.chosen,
+        "moe_router_score_function": config.score,
+        "moe_router_pre_softmax": config.before,
+        "moe_router_load_balancing_type": config.balancing,
+        "moe_aux_loss_coeff": 0.0 if config.balancing == "none" else COEFFICIENT,
+        "moe_z_loss_coeff": config.squares,
+        "moe_shared_expert_intermediate_size": config.shared or None,
+        "moe_shared_expert_gate": config.shared_gate,
+        "moe_token_dispatcher_type": "allgather",
+        "calculate_per_token_loss": config.per_token,
+        **mlp_fields(config),
+    }
+
+
+IMPORTS = """from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+"""
+
+
+def _source(config: MoEConfig) -> str:
+    return script(
+        "moe_utils.te_general_gemm = None  # 0.16.1 has no such name without Transformer Engine",
+        config_source(True, **_fields(config)),
+        f"mlp = get_gpt_layer_local_spec(num_experts={config.experts}, moe_grouped_gemm=False).submodules.mlp",
+        'module = MoELayer(config, mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"])',
+        imports=ACTIVATION * (config.activation == "quick_gelu") + IMPORTS + CONFIG,
+    )
 
 
 def moe_placements(config: MoEConfig) -> dict[str, PlacementLike]:
@@ -215,6 +236,7 @@ SUBJECTS = {
         rejects=lambda c, world_size: c.ffn % world_size != 0,
         refusal=AssertionError,
         precision=torch.float32,  # scores are computed in it
+        script=_source,
         **COMMON,
     ),
 }

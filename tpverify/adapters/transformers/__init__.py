@@ -9,6 +9,7 @@ import torch
 from tpverify.adapters.transformers.config import STORED, WITHOUT_LABELS, DecoderConfig, Family, decoder_configs
 from tpverify.adapters.transformers.families import FAMILIES
 from tpverify.adapters.transformers.models import around_ranks, parallel, reference
+from tpverify.adapters.transformers.script import source
 from tpverify.sharding import PlacementLike, Replicate, Shard
 from tpverify.subjects.subject import Input, Subject, Vocabulary
 
@@ -58,6 +59,7 @@ def _subject(name: str, family: Family) -> Subject:
         context=partial(around_ranks, family),
         precision=torch.float32,  # norms and the loss are computed in it
         dtypes=("float64", "float32"),
+        script=partial(source, family),
     )
 
 

@@ -46,13 +46,19 @@ def quietly() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
+SEED = 0
+"""Of a checkpoint's numbers, which a script has to draw again."""
+
+
 class Checkpoint:
     """A randomly initialised model in a folder that goes away with this object."""
 
     def __init__(self, family: Family, config: DecoderConfig) -> None:
         self.folder = tempfile.mkdtemp(prefix="tpverify-")
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        model = AutoModelForCausalLM.from_config(pretrained_config(family, config))
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **pretrained_fields(family, config)))
         model.save_pretrained(self.folder)
 
 
@@ -61,8 +67,8 @@ def _checkpoint(family: Family, config: DecoderConfig) -> Checkpoint:
     return Checkpoint(family, config)
 
 
-def pretrained_config(family: Family, config: DecoderConfig) -> Any:
-    """The family's own config."""
+def pretrained_fields(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """Of the family's own config."""
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
@@ -77,15 +83,18 @@ def pretrained_config(family: Family, config: DecoderConfig) -> Any:
         "eos_token_id": None,
         "max_position_embeddings": 16,
     }
-    return AutoConfig.for_model(family.model_type, **{**fields, **family.fields(config)})
+    return {**fields, **family.fields(config)}
 
 
 def _load(family: Family, config: DecoderConfig, **distributed: Any) -> Any:
-    dtype = torch.get_default_dtype()
+    folder, dtype = _checkpoint(family, config).folder, torch.get_default_dtype()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **implementations(config), **distributed)
+
+
+def implementations(config: DecoderConfig) -> dict[str, str]:
+    """Options of ``from_pretrained``: which kernels compute the model."""
     kernels = {"experts_implementation": config.kernel} if config.experts else {}
-    return AutoModelForCausalLM.from_pretrained(
-        _checkpoint(family, config).folder, dtype=dtype, attn_implementation=config.attention, **kernels, **distributed
-    )
+    return {"attn_implementation": config.attention, **kernels}
 
 
 def reference(family: Family, config: DecoderConfig) -> nn.Module:
@@ -98,13 +107,18 @@ def reference(family: Family, config: DecoderConfig) -> nn.Module:
 
 def parallel(family: Family, config: DecoderConfig) -> nn.Module:
     """The model under its plan; every rank loads its own part."""
-    size = dist.get_world_size()
+    distributed = DistributedConfig(**distributed_options(config, dist.get_world_size()))
+    return Decoder(_load(family, config, distributed_config=distributed), config)
+
+
+def distributed_options(config: DecoderConfig, size: Any) -> dict[str, Any]:
+    """Of a ``DistributedConfig`` on ``size`` ranks."""
     options: dict[str, Any] = {"tp_size": size}
     if config.embedding == "columns":
         options["tp_plan"] = {"model.embed_tokens": "embedding_colwise"}
     if config.expert_plan != "tensor":
         options |= {"ep_size": size, "ep_implementation": config.expert_plan}
-    return Decoder(_load(family, config, distributed_config=DistributedConfig(**options)), config)
+    return options
 
 
 class Decoder(nn.Module):
@@ -116,7 +130,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.causal_lm = model
         self.config = config
-        self.held = _held(model, config.call)
+        self.held = held(model, config.call)
         self.train(config.mode in ("train", "checkpointing"))
         if config.mode == "checkpointing":
             model.activation_checkpointing_enable()
@@ -142,7 +156,7 @@ class Decoder(nn.Module):
         elif call == "states":
             options["output_hidden_states"] = True
         elif call == "packed":
-            options["position_ids"] = _restarted(tokens)
+            options["position_ids"] = restarted(tokens)
         if self.config.router_loss:
             options["output_router_logits"] = True
         output = self.causal_lm(**{"inputs_embeds" if call == "embeds" else "input_ids": tokens}, **options)
@@ -164,7 +178,7 @@ class Decoder(nn.Module):
         return mask
 
 
-def _held(model: Any, call: str) -> dict[str, Tensor]:
+def held(model: Any, call: str) -> dict[str, Tensor]:
     """The whole parameters, by name, as they have been loaded, or as they are once they have been saved and loaded again."""
     if call == "saved" and dist.is_initialized():
         folder = [tempfile.mkdtemp(prefix="tpverify-") if dist.get_rank() == 0 else ""]
@@ -176,14 +190,15 @@ def _held(model: Any, call: str) -> dict[str, Tensor]:
         shutil.rmtree(folder[0], ignore_errors=True)
     elif call not in ("loaded", "saved"):
         return {}
-    return {name: _whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor, gathered."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _restarted(tokens: Tensor) -> Tensor:
+def restarted(tokens: Tensor) -> Tensor:
     """Positions [b, s] of two sequences that lie in one row."""
     seq = tokens.shape[1]
     first = (seq + 1) // 2
