@@ -292,7 +292,7 @@ def test_dispatch_modes_of_a_rank_see_its_own_operations_only(kind: str, is_asyn
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(one, x, async_op=is_async),
             "all_to_all": lambda: dist.all_to_all_single(wide, wide.clone(), async_op=is_async),
             "broadcast": lambda: dist.broadcast(x, 0, async_op=is_async),
-            "send and recv": lambda: (dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)),
+            "send and recv": lambda: dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0),
         }
         with Seen() as seen:
             x.add_(1)
