@@ -6,8 +6,13 @@ import dataclasses
 
 import pytest
 
+from tpverify.case import parse_case
+from tpverify.checks.catalogue import COMPARING, apply, selected
+from tpverify.checks.diagnosing import undiagnosed
+from tpverify.lookup import config_types
 from tpverify.mutants.catalogue import catalogue
 from tpverify.mutants.fate import fate_of
+from tpverify.runner import run_both
 
 MUTANTS = catalogue()
 SAID = {
@@ -47,3 +52,18 @@ def test_nothing_is_said_to_fit_where_nothing_does(id: str) -> None:
     fate = fate_of(dataclasses.replace(MUTANTS[id], diagnosis="anything"))
     assert fate.status == "killed" and not fate.pattern
     assert not any("fits this" in violation.diagnosis for violation in fate.violations)
+
+
+@pytest.mark.parametrize("id", ["shared-heads-not-reduced", "tied-gradient-doubled", "bias-before-reduction"])
+def test_whoever_asks_for_no_diagnosis_gets_the_same_findings_without_one(id: str) -> None:
+    mutant = MUTANTS[id]
+    case = parse_case(fate_of(mutant).case, config_types(mutant.subject))
+    (comparison,) = run_both(mutant.subject, case)
+    with undiagnosed():
+        bare = apply(selected(None), comparison)
+    told = apply(selected(None), comparison)
+    assert any(finding.diagnosis for findings in told.values() for finding in findings or ())
+    for check in COMPARING:
+        silent = [dataclasses.replace(finding, diagnosis="") for finding in told[check] or ()]
+        assert bare[check] == (silent if told[check] is not None else None)
+    assert any(bare[check] for check in COMPARING)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpverify.case import Case, without_call
 from tpverify.checks.catalogue import COMPARING, NUMERIC, apply, selected
+from tpverify.checks.diagnosing import undiagnosed
 from tpverify.checks.finding import SINGLE, Finding
 from tpverify.device import checked_device
 from tpverify.errors import CaseError, RankTimeout
@@ -18,6 +19,7 @@ from tpverify.options import CPU, DTYPES, WORLDS
 from tpverify.processes.world import process_world
 from tpverify.repair.search import circumstances_of, repairs_of
 from tpverify.result import Result
+from tpverify.run import Comparison
 from tpverify.runner import CASE_TIMEOUT, run_both
 from tpverify.sensitivity import measure
 from tpverify.simulator.collectives import REDUCTION_ORDERS
@@ -156,11 +158,17 @@ class Session:
 
     def _execute(self, case: Case) -> tuple[Violation, ...]:
         largest: dict[str, float] | None = {} if self.measure else None
-        found, applied = self._compare(case, traced=0, largest=largest)
+        comparisons = self._both(case, traced=0)
+        with undiagnosed():
+            found, applied = self._apply(comparisons, largest)
         if not self.hasty and any(name in NUMERIC for name, _ in found):
             # Once more, into every module and with the case's own sensitivity: both are worth their time now.
             largest = {} if self.measure else None
-            found, applied = self._compare(case, traced=_first_wrong_call(found), largest=largest)
+            comparisons = self._both(case, traced=_first_wrong_call(found))
+            measure(comparisons, self.device)
+            found, applied = self._apply(comparisons, largest)
+        elif found and not self.hasty:
+            found, applied = self._apply(comparisons, None)
         for name, ratio in (largest or {}).items():
             self.largest[name, case.dtype] = max(ratio, self.largest.get((name, case.dtype), 0.0))
         self.cases_run += 1
@@ -171,11 +179,9 @@ class Session:
         self.rejected += "rejection" in applied and not found
         return tuple(violation(self.subject, case, name, finding) for name, finding in found)
 
-    def _compare(self, case: Case, *, traced: int, largest: dict[str, float] | None) -> tuple[dict[tuple[str, Finding], None], set[str]]:
-        """All findings, in the checks' order, and the checks that had something to look at."""
-        found: dict[tuple[str, Finding], None] = {}
-        applied: set[str] = set()
-        comparisons = run_both(
+    def _both(self, case: Case, *, traced: int) -> tuple[Comparison, ...]:
+        """The case run both ways, with a schedule and an order of reductions of its own."""
+        return run_both(
             self.subject,
             case,
             self.timeout,
@@ -185,8 +191,13 @@ class Session:
             world=self.world,
             device=self.device,
         )
-        if traced:
-            measure(comparisons, self.device)
+
+    def _apply(
+        self, comparisons: Sequence[Comparison], largest: dict[str, float] | None
+    ) -> tuple[dict[tuple[str, Finding], None], set[str]]:
+        """All findings, in the checks' order, and the checks that had something to look at."""
+        found: dict[tuple[str, Finding], None] = {}
+        applied: set[str] = set()
         for comparison in comparisons:
             self.timed_out = self.timed_out or isinstance(comparison.parallel.error, RankTimeout)
             for name, findings in apply(self.checks, comparison, largest).items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tpverify.case import without_call
+from tpverify.checks.diagnosing import is_diagnosed
 from tpverify.checks.diagnosis import DETACHED, diagnose, narrower
 from tpverify.checks.errors import Errors, oracle_of
 from tpverify.checks.margin import is_measured, note
@@ -172,7 +173,7 @@ def compare_placed(
             findings.setdefault(f"{text}\n({where}world size {size})", []).append(rank)
     if errors and not findings and (text := errors.of_scale(held)):
         findings[text] = list(held)
-    diagnosis = _diagnosis(comparison, label, expected, actual, rms) if findings else ""
+    diagnosis = _diagnosis(comparison, label, expected, actual, rms) if findings and is_diagnosed() else ""
     return [Finding(tuple(ranks), label, message, diagnosis) for message, ranks in _merged(findings).items()]
 
 
@@ -192,6 +193,8 @@ def explain(comparison: Comparison, label: str, expected: torch.Tensor, actual: 
         expected: the logical tensor.
         actual: every rank's part, in one layout.
     """
+    if not is_diagnosed():
+        return ""
     ids = not expected.is_floating_point() and not expected.is_complex()
     fit = fit_of(comparison, label)
     expected = _wide(expected)

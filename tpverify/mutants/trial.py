@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tpverify.case import Case
 from tpverify.checks.catalogue import NUMERIC, selected
+from tpverify.checks.diagnosing import undiagnosed
 from tpverify.checks.finding import gradient_scale
 from tpverify.ledger.ledger import Ledger
 from tpverify.ledger.record import Record
@@ -163,7 +164,8 @@ class Bench:
         return self._first_check(comparisons)
 
     def _first_check(self, comparisons: Sequence[Comparison]) -> str:
-        return next((name for name, check in self.checks.items() if any(check(comparison) for comparison in comparisons)), "")
+        with undiagnosed():
+            return next((name for name, check in self.checks.items() if any(check(comparison) for comparison in comparisons)), "")
 
     def _notices_ledger(self, clean: Clean, comparisons: Sequence[Comparison], perturbation: Perturbation) -> bool:
         """Whether the ``communication`` check would notice the faulty program by what it calls, not by what it gets."""

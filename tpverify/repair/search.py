@@ -9,6 +9,7 @@ from itertools import chain
 
 from tpverify.case import Case, without_call
 from tpverify.checks.catalogue import COMPARING, NUMERIC
+from tpverify.checks.diagnosing import undiagnosed
 from tpverify.checks.finding import Check
 from tpverify.errors import SubjectError
 from tpverify.options import CPU
@@ -145,9 +146,10 @@ class _Failed:
             self._measured = comparisons
         if not repair.circumstances:
             hold_alike(comparisons, self._measured)
-        return {
-            (name, without_call(finding.tensor))
-            for comparison in comparisons
-            for name, check in self._checks.items()
-            for finding in check(comparison) or ()
-        }
+        with undiagnosed():
+            return {
+                (name, without_call(finding.tensor))
+                for comparison in comparisons
+                for name, check in self._checks.items()
+                for finding in check(comparison) or ()
+            }
