@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from contextlib import AbstractContextManager
+import sys
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 from click.testing import CliRunner
 
 from tpverify.bench import measurements
 from tpverify.bench.case_parts import parts_of
-from tpverify.bench.comparison import CONFIGS, FLOOR, NEW_PROCESSES, SIMULATOR, Row, compare
+from tpverify.bench.comparison import CONFIGS, FLOOR, NEW_PROCESSES, SIMULATOR, Row, compare, runners_of
 from tpverify.bench.detection import Detection, Search, detect, searched
 from tpverify.bench.gloo import Pool, processes_kept
 from tpverify.bench.growth import Growth, Series, grow, measured
 from tpverify.bench.local_tensor import local_tensors
 from tpverify.bench.measurements import Measurements
-from tpverify.bench.runners import Run, Runner, floor, simulator
+from tpverify.bench.runners import Runner, floor, simulator
 from tpverify.bench.stuck import FAULTS, time_faults
 from tpverify.bench.tables import render
 from tpverify.bench.threaded import threads_anew, threads_kept
@@ -78,14 +80,21 @@ def test_the_floor_does_the_ranks_work_without_their_communication() -> None:
         alone.check("the floor", run.results())
 
 
-def test_ways_can_be_open_side_by_side() -> None:
-    work = small("mlp", 4)
-    ways: list[AbstractContextManager[Run]] = [floor(work), simulator(work), threads_kept(work), threads_anew(work)]
-    with ways[0] as least, ways[1] as simulated, ways[2] as kept, ways[3] as anew:
+@pytest.mark.parametrize("subject", ["gpt", "dtensor_mlp"])
+def test_ways_can_be_open_side_by_side(subject: str) -> None:
+    pytest.importorskip("torch.distributed._local_tensor", reason="exists from torch 2.10")
+    world, hook = c10d._world, sys.excepthook
+    work = small(subject, 4)
+    with Pool(2) as pool, contextlib.ExitStack() as stack:
+        ways = {name: way for name, way in runners_of(subject, pool).items() if "gloo" not in name}
+        assert len(ways) == 4 + (subject == "dtensor_mlp")
+        runs = {name: stack.enter_context(way(work)) for name, way in ways.items()}
         for _ in range(2):
-            least.once()
-            for name, run in (("simulator", simulated), ("kept", kept), ("anew", anew)):
-                work.check(name, run.results())
+            for name, run in runs.items():
+                run.once()
+                if name != FLOOR:
+                    work.check(name, run.results())
+    assert c10d._world is world and sys.excepthook is hook
 
 
 def test_gloo_processes_compute_the_same_and_tell_what_they_raise() -> None:

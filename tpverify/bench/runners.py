@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -48,37 +49,52 @@ def simulator(work: Work) -> Iterator[Run]:
 @contextlib.contextmanager
 def floor(work: Work) -> Iterator[Run]:
     """The ranks one after another, with collectives that do nothing: what whoever simulates on one core has to pay at least."""
-    worlds = [_silent_world(rank, work.world_size) for rank in range(work.world_size)]
+    worlds = [silent_world(rank, work.world_size) for rank in range(work.world_size)]
 
     def run() -> list[Tensors]:
-        outside = c10d._world
-        try:
-            return [_within(world, work) for world in worlds]
-        finally:
-            c10d._world = outside
+        found = []
+        for world in worlds:
+            with within(world):
+                found.append(work())
+        return found
 
     with default_dtype(work.dtype):
         yield Run(run, run)
 
 
-def _silent_world(rank: int, world_size: int) -> Any:
-    """c10d's registry of a world with torch's group for dry runs."""
+def silent_world(rank: int, world_size: int) -> Any:
+    """c10d's registry of a world with torch's group for dry runs, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     outside = c10d._world
     c10d._world = world = RankWorld()
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        with excepthook_kept():
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     finally:
         c10d._world = outside
         _groups._unregister_all_process_groups()
     return world
 
 
-def _within(world: Any, work: Work) -> Tensors:
+@contextlib.contextmanager
+def within(world: Any) -> Iterator[None]:
+    """Within the block ``torch.distributed`` is initialised: as this world's rank."""
+    outside = c10d._world
     c10d._world = world
     _groups._register_process_group(world.pg_names[world.default_pg], world.default_pg)
     try:
-        return work()
+        yield
     finally:
+        c10d._world = outside
         _groups._unregister_all_process_groups()
+
+
+@contextlib.contextmanager
+def excepthook_kept() -> Iterator[None]:
+    """After the block uncaught exceptions are shown as before: ``init_process_group`` puts the rank in front of each line, every time."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = before

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, Store
 
-from tpverify.bench.runners import Run
+from tpverify.bench.runners import Run, excepthook_kept
 from tpverify.bench.work import Tensors, Work
 from tpverify.device import default_dtype
 
@@ -59,7 +59,7 @@ def _installed(work: Work) -> Iterator[None]:
     threaded._install_threaded_pg()
     _bindings._set_thread_isolation_mode(True)
     try:
-        with default_dtype(work.dtype):
+        with default_dtype(work.dtype), excepthook_kept():
             yield
     finally:
         _bindings._set_thread_isolation_mode(False)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tpverify import modules
 from tpverify.case import Case
@@ -53,9 +54,11 @@ class Part:
         leaves = [given.detach().requires_grad_(given.requires_grad) for given in self.inputs]
         outputs = {label: modules.local_of(output) for label, output in modules.named_tensors(module(*leaves)).items()}
         torch.autograd.backward(list(outputs.values()), self.cotangents)
-        found = {label: output.detach() for label, output in outputs.items()}
+        found = {label: _waited(output).detach() for label, output in outputs.items()}
         tensors = parameters | {f"input[{index}]": leaf for index, leaf in enumerate(leaf for leaf in leaves if leaf.requires_grad)}
-        return found | {f"{name}.grad": modules.local_of(tensor.grad) for name, tensor in tensors.items() if tensor.grad is not None}
+        return found | {
+            f"{name}.grad": _waited(modules.local_of(tensor.grad)) for name, tensor in tensors.items() if tensor.grad is not None
+        }
 
 
 class Work:
@@ -110,6 +113,11 @@ class Work:
             for label, tensor in expected.items():
                 if label not in computed or not torch.allclose(computed[label], tensor, rtol=1e-6, atol=1e-9):
                     raise SimulationError(f"Expected {runner} to compute {label} of {self.subject.name} but rank {rank} does not")
+
+
+def _waited(tensor: Tensor) -> Tensor:
+    """The tensor itself, where a functional collective has only promised it."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]
 
 
 def _computed(rank: RankRun) -> Tensors:
