@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,22 +39,26 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if cases:
         terminalreporter.write_line(f"conformance: {sum(cases)} cases of subjects in {len(cases)} tests run as on gloo")
     outcomes = [report for outcome in ("passed", "failed", "skipped") for report in terminalreporter.stats.get(outcome, [])]
-    for line in released_libraries({report.nodeid for report in outcomes}):
+    held = {report.nodeid: value for report in reports for name, value in report.user_properties if name == "upstream-cases"}
+    for line in released_libraries({report.nodeid for report in outcomes}, held):
         terminalreporter.write_line(line)
 
 
-def released_libraries(nodes: Collection[str]) -> list[str]:
+def released_libraries(nodes: Collection[str], held: Mapping[str, int]) -> list[str]:
     """Which released libraries were verified, in which version and by how many tests, and which were not.
 
     Args:
         nodes: ids of the tests that ran, and of the files that were skipped as a whole.
+        held: by id of a test, how many drawn cases have held in it.
     """
     if not any("upstream/test_" in node.partition("::")[0] for node in nodes):
         return []
     lines = []
     for library in LIBRARIES.values():
-        tests = sum(f"upstream/test_{library.name}.py::test_" in node for node in nodes)
+        own = f"upstream/test_{library.name}.py::test_"
+        tests, cases = sum(own in node for node in nodes), sum(count for node, count in held.items() if own in node)
+        verified = f"{library.version}: {tests} tests, {cases} cases held"
         absent = f"is not installed, nothing of it was verified: {library.install}"
-        lines.append(f"upstream: {library.distribution} {f'{library.version}: {tests} tests' if library.version else absent}")
+        lines.append(f"upstream: {library.distribution} {verified if library.version else absent}")
     missing = sum(not library.version for library in LIBRARIES.values())
     return [*lines, f"upstream: {missing} of {len(LIBRARIES)} libraries missing"]

@@ -38,6 +38,10 @@ WITHOUT_TPVERIFY = 'import sys\n\nsys.modules["tpverify"] = None\n'
 """In front of a program, lets it and the processes that it starts fail to import tpverify."""
 
 
+Recorder = Callable[[str, object], None]
+"""pytest's ``record_property``."""
+
+
 def subjects_of(library: str) -> dict[str, tpv.Subject]:
     """The library's subjects; where it is not installed the tests of the file are skipped, and the line that installs it is shown."""
     found = LIBRARIES[library]
@@ -66,6 +70,12 @@ def assert_holds(subject: tpv.Subject, right: Callable[[Any], Mapping[str, Any]]
         layouts: whether the library takes strided tensors.
     """
     return for_cases(subject, on_right_path(right, layouts), lambda case: _holds(subject, case), CASES)
+
+
+def counted(record_property: Recorder, ran: int, at_least: int) -> None:
+    """Enough cases have held; their number is printed at the end of the run."""
+    record_property("upstream-cases", ran)
+    assert ran >= at_least
 
 
 def on_right_path(right: Callable[[Any], Mapping[str, Any]], layouts: bool) -> Callable[[Case], Case]:

@@ -18,12 +18,14 @@ from megatron_core_cases import FINDINGS, LATENT, LOOKS_WRONG
 from released import (
     CASES,
     SCRIPTS,
+    Recorder,
     a_few,
     assert_found,
     assert_holds,
     assert_not_shown,
     assert_script_holds,
     assert_shown,
+    counted,
     for_cases,
     found_on,
     on_right_path,
@@ -89,8 +91,8 @@ def test_what_looks_wrong_is_right(reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(SUBJECTS) - set(APART)))
-def test_the_rest_holds(name: str) -> None:
-    assert assert_holds(SUBJECTS[name], RIGHT.get(name, lambda config: {}), layouts=name in STRIDED) >= CASES
+def test_the_rest_holds(name: str, record_property: Recorder) -> None:
+    counted(record_property, assert_holds(SUBJECTS[name], RIGHT.get(name, lambda config: {}), layouts=name in STRIDED), CASES)
 
 
 @pytest.mark.parametrize("name", sorted(set(SUBJECTS) - {"fused_vocab_parallel_cross_entropy"}))
@@ -145,9 +147,9 @@ def test_of_latent_attention_only_the_rotary_key_is_wrong(options: str) -> None:
     assert wrong == {"x", "linear_kv_down_proj.weight"}
 
 
-def test_latent_attention_holds_for_one_token() -> None:
+def test_latent_attention_holds_for_one_token(record_property: Recorder) -> None:
     """Its key has no gradient."""
-    assert assert_holds(SUBJECTS["latent_self_attention"], lambda config: ONE_TOKEN, layouts=False) >= CASES
+    counted(record_property, assert_holds(SUBJECTS["latent_self_attention"], lambda config: ONE_TOKEN, layouts=False), CASES)
 
 
 def _simulated(program: Callable[[], Any], world_size: int) -> list[Any]:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from released import (
     SCRIPTS,
+    Recorder,
     a_few,
     assert_found,
     assert_not_shown,
     assert_script_holds,
     assert_shown,
+    counted,
     for_cases,
     found_on,
     subjects_of,
@@ -162,11 +164,11 @@ def test_what_only_looks_wrong_holds(reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "doge"])
-def test_the_rest_holds(name: str) -> None:
+def test_the_rest_holds(name: str, record_property: Recorder) -> None:
     def holds(case: Case) -> None:
         assert tpv.check_case(SUBJECTS[name], case) == [], case
 
-    assert for_cases(SUBJECTS[name], lambda case: right_path(name, case), holds, CASES_EACH) >= CASES_EACH
+    counted(record_property, for_cases(SUBJECTS[name], lambda case: right_path(name, case), holds, CASES_EACH), CASES_EACH)
 
 
 @pytest.mark.parametrize("name", a_few([name for name in SUBJECTS if name != "doge"], "llama", "hrm_text", "mixtral"))
