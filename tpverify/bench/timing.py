@@ -42,6 +42,8 @@ def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
     times = {name: _times(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what is there by now need not be looked through every time
     try:
         for _ in range(rounds):
             for name, call in calls.items():
@@ -51,6 +53,7 @@ def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
                 if enabled:
                     gc.enable()
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()
     return {name: Spread.of(taken) for name, taken in samples.items()}
