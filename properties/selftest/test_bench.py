@@ -17,7 +17,7 @@ from tpverify.bench.case_parts import parts_of
 from tpverify.bench.comparison import CONFIGS, FLOOR, NEW_PROCESSES, SIMULATOR, Row, compare, runners_of
 from tpverify.bench.detection import Detection, Search, detect, searched
 from tpverify.bench.gloo import Pool, processes_kept
-from tpverify.bench.growth import Growth, Series, grow, measured
+from tpverify.bench.growth import Growth, Series, grow, measured, peak_bytes
 from tpverify.bench.local_tensor import local_tensors
 from tpverify.bench.measurements import Measurements
 from tpverify.bench.runners import Runner, floor, simulator
@@ -128,9 +128,18 @@ def test_growth_is_measured_in_a_process_of_its_own() -> None:
     series = Series("mlp", "ranks", (1, 2, 4, 8))
     (growth,) = grow([series])
     assert growth.series == series and list(growth.peak_bytes) == sorted(growth.peak_bytes)
-    assert growth.peak_bytes[0] > 2**20 and growth.seconds[-1] > growth.seconds[0]
+    assert 2**26 < growth.peak_bytes[0] < 2**31 and growth.seconds[-1] > growth.seconds[0]
     with pytest.raises(SimulationError, match=r"Expected mlp to run but its process reports RankError"):
         grow([Series("mlp", "ranks", (3,))])
+
+
+def test_the_peak_is_of_this_process_and_does_not_fall() -> None:
+    before = peak_bytes()
+    block = torch.ones(2**27)
+    during = peak_bytes()
+    assert block.numel() * 4 // 2 < during - before
+    del block
+    assert peak_bytes() >= during
 
 
 def test_collectives_and_features_grow() -> None:

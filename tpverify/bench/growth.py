@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,9 +105,16 @@ def measured(series: Series) -> Growth:
     times, peaks = [], []
     for size in series.sizes:
         times.append(_seconds(series, size))
-        # Kibibytes, but bytes on macOS.
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+        peaks.append(peak_bytes())
     return Growth(series, tuple(times), tuple(peaks))
+
+
+def peak_bytes() -> int:
+    """The largest resident memory that this process has had, bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # on Linux getrusage() counts what the process was before it started another program
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1])  # type: ignore[index]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _seconds(series: Series, size: int) -> float:

@@ -40,7 +40,7 @@ class Plan:
     rounds: int = 15
     quick: bool = False
     seeds: tuple[int, ...] = tuple(range(20))
-    examples: int = 40
+    examples: int = 100
 
 
 QUICK_PLAN = Plan(("mlp",), (4,), (32,), rounds=7, quick=True, seeds=(), examples=0)
