@@ -102,7 +102,8 @@ def grow(series: Sequence[Series]) -> list[Growth]:
 def measured(series: Series) -> Growth:
     """One series, in this process, from small to large."""
     torch.set_num_threads(1)
-    times, peaks = [], []
+    times: list[float] = []
+    peaks: list[int] = []
     for size in series.sizes:
         times.append(_seconds(series, size))
         peaks.append(max([peak_bytes(), *peaks]))  # the kernel counts a little late
