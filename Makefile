@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make verify    verify all built-in subjects, and show the collectives of one transformer block"
 	@echo "make test      run the CPU tests, and the GPU tier's path with the device forced to the CPU"
-	@echo "make upstream  verify released code of every library that has an adapter; installs deepspeed and transformers too"
+	@echo "make upstream  verify released code of every library that has an adapter; installs deepspeed, torchtitan and transformers too"
 	@echo "make gpu       run the GPU tier with the packages that \$$(PYTHON) has (ARGS=--cpu: on the CPU); installs nothing"
 	@echo "make lint      ruff, mypy and import-linter"
 	@echo "make clean     remove .venv, caches and build outputs"
@@ -40,9 +40,9 @@ test: $(LIBRARIES)
 	$(BIN)/python -m pytest -n 2 properties
 	PYTHON=$(BIN)/python gpu_suite/run.sh --cpu --gpu-tier tiny
 
-# The other libraries bring packages of their own.
+# The other libraries bring packages of their own; torchtitan needs Python >= 3.11.
 upstream: $(LIBRARIES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,transformers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,torchtitan,transformers]'
 	$(BIN)/python -m pytest -n 2 properties/upstream
 
 # Where torch, pytest, hypothesis, click, rich, jinja2 and numpy are there already, as in a GPU image.
