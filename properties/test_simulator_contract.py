@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpverify.simulator.world import Simulation, simulate
@@ -302,3 +303,34 @@ def test_dispatch_modes_of_a_rank_see_its_own_operations_only(kind: str, is_asyn
         return [name for name in seen.names if name != "aten.clone.default"] if kind == "all_to_all" else seen.names
 
     assert run(program).results == [["aten.add_.Tensor"]] * 2
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "async"])
+def test_tensors_that_hold_no_numbers_are_refused(kind: str) -> None:
+    def program(rank: int) -> None:
+        with FakeTensorMode():
+            x, wide = torch.ones(4), torch.ones(8)
+            calls: dict[str, Callable[[], Any]] = {
+                "all_reduce": lambda: dist.all_reduce(x),
+                "all_gather": lambda: dist.all_gather_into_tensor(wide, x),
+                "async": lambda: dist.all_reduce(x, async_op=True),
+            }
+            with pytest.raises(ValueError, match="Expected a tensor that holds numbers but got a FakeTensor"):
+                calls[kind]()
+
+    run(program)
+
+
+def test_empty_tensors_and_subclasses_with_numbers_are_taken() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    def program(rank: int) -> list[float]:
+        dist.all_reduce(torch.ones(0))
+        named = torch.ones(2).as_subclass(Named)
+        dist.all_reduce(named)
+        parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        dist.all_reduce(parameter)
+        return [*named.tolist(), *parameter.tolist()]
+
+    assert run(program).results == [[2.0] * 4] * 2

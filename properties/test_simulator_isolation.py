@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -328,3 +329,63 @@ def test_a_group_of_an_earlier_run_is_refused(before: str) -> None:
             simulate(program, 2)
     with pytest.raises(RankError, match="process group of this run but got one that an earlier run created"):
         simulate(program, 2)
+
+
+def test_an_environment_that_stands_in_for_the_processs_is_restored_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"A": "1", "B": "2"})
+    assert simulate(lambda: (os.environ.pop("B", ""), os.environ["RANK"]), 2).results == [("2", "0"), ("", "1")]
+    assert os.environ == {"A": "1", "B": "2"}
+
+
+def test_numpys_left_over_gaussian_stays_where_it_is() -> None:
+    def program() -> list[float]:
+        np.random.seed(3)
+        first = np.random.randn()
+        dist.all_reduce(torch.ones(1))
+        return [first, *np.random.randn(2).tolist()]
+
+    np.random.seed(3)
+    expected = np.random.randn(3).tolist()
+    assert simulate(program, 3).results == [expected] * 3
+    np.random.seed(3)
+    first = np.random.randn()
+    simulate(program, 2)
+    assert [first, *np.random.randn(2).tolist()] == expected
+
+
+def test_a_bit_generator_that_a_rank_chooses_is_its_own_until_the_end() -> None:
+    def program() -> str:
+        np.random.set_bit_generator(np.random.PCG64(dist.get_rank()))
+        dist.all_reduce(torch.ones(1))
+        return type(np.random.get_bit_generator()).__name__
+
+    before = np.random.get_bit_generator()
+    assert simulate(program, 2).results == ["PCG64", "PCG64"]
+    assert np.random.get_bit_generator() is before
+
+
+def test_a_run_leaves_the_generators_of_earlier_runs_alone() -> None:
+    kept = simulate(lambda: np.random.get_bit_generator(), 2).results
+    states = [str(generator.state) for generator in kept]
+    simulate(lambda: np.random.rand(), 2, seed=9)
+    assert [str(generator.state) for generator in kept] == states
+
+
+def test_an_interrupt_while_ranks_are_started_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        if self.name == "rank 1":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    ran: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        simulate(lambda: ran.append(dist.get_rank()), 4)
+    monkeypatch.undo()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(thread.name.startswith("rank ") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    assert ran == []

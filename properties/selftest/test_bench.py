@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -108,6 +109,37 @@ def test_gloo_processes_compute_the_same_and_tell_what_they_raise() -> None:
         broken.parts[1].weights.pop("fc2.bias")  # type: ignore[attr-defined]
         with processes_kept(pool)(broken) as run, pytest.raises(SimulationError, match=r"gloo rank 1 to compute but it raised KeyError"):
             run.once()
+
+
+def test_an_interrupt_or_a_lost_process_ends_all_of_a_pool() -> None:
+    processes = []
+
+    def interrupted() -> None:
+        with Pool(2) as pool:
+            processes.extend(process for process, _ in pool._ranks)
+            raise KeyboardInterrupt
+
+    def lost() -> None:
+        with Pool(2) as pool:
+            pool._ranks[1][0].kill()
+            pool._ranks[1][0].join()
+            pool.tell([("run", None)] * 2)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - started < 5 and not any(process.is_alive() for process in processes)
+    with pytest.raises(SimulationError, match="gloo rank 1 to (take an order|answer) but its process ended"):
+        lost()
+
+
+def test_a_threaded_rank_that_raises_is_heard_at_once() -> None:
+    broken = small("gpt")
+    broken.parts[1].weights.pop("word.weight")  # type: ignore[attr-defined]
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="word.weight"), threads_kept(broken) as run:
+        run.once()
+    assert time.monotonic() - started < 20
 
 
 def test_a_comparison_has_every_way_beside_the_floor() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tpverify.errors import SimulationError
 from tpverify.mutants import campaign
 from tpverify.mutants.catalogue import catalogue
-from tpverify.mutants.fate import fate_of
+from tpverify.mutants.fate import MAX_EXAMPLES, fate_of
 from tpverify.mutants.workers import Failure, each
 
 
@@ -28,8 +28,8 @@ class Detection:
 
     Attributes:
         id: of the mutant.
-        cases, seconds: until the first kill, by seed; where nothing killed it, of all that was drawn.
-        missed: seeds with which nothing did.
+        cases, seconds: until its own check first fired, by seed; where it did not, as many as are drawn.
+        missed: seeds with which it did not.
     """
 
     id: str
@@ -79,4 +79,5 @@ def searched(search: Search) -> Detection:
     campaign.ready()
     fates = [fate_of(catalogue()[search.id], seed=seed, shrink=False) for seed in search.seeds]
     missed = sum(not fate.by_named_check for fate in fates)
-    return Detection(search.id, tuple(fate.cases for fate in fates), tuple(fate.seconds for fate in fates), missed)
+    cases = tuple(fate.cases if fate.by_named_check else MAX_EXAMPLES for fate in fates)
+    return Detection(search.id, cases, tuple(fate.seconds for fate in fates), missed)

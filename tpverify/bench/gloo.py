@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from tpverify.bench.runners import Run, Runner
 from tpverify.bench.work import Part, Tensors, Work
 from tpverify.errors import SimulationError
+from tpverify.mutants.workers import start_deaf
 
 PATIENCE = 120.0
 """Seconds for all that a rank is told to do, its start included."""
@@ -39,17 +40,26 @@ class Pool:
     def __enter__(self) -> Pool:
         context = get_context("spawn")
         store = os.path.join(self._folder.name, "store")
-        for rank in range(self.world_size):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, store, rank, self.world_size), daemon=True)
-            process.start()
-            there.close()
-            self._ranks.append((process, here))
+        try:
+            for rank in range(self.world_size):
+                here, there = context.Pipe()
+                process = context.Process(target=serve, args=(there, store, rank, self.world_size), daemon=True)
+                start_deaf(process)
+                there.close()
+                self._ranks.append((process, here))
+        except BaseException:
+            self._end(kill=True)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        for _, connection in self._ranks:
+        self._end(kill=kind is not None)
+
+    def _end(self, kill: bool) -> None:
+        for process, connection in self._ranks:
             connection.close()
+            if kill:
+                process.kill()
         for process, _ in self._ranks:
             process.join(PATIENCE)
         self._folder.cleanup()
@@ -60,8 +70,11 @@ class Pool:
         Raises:
             SimulationError: a rank raises, ends or does not answer.
         """
-        for (_, connection), order in zip(self._ranks, orders, strict=True):
-            connection.send_bytes(pickle.dumps(order))
+        for rank, order in enumerate(orders):
+            try:
+                self._ranks[rank][1].send_bytes(pickle.dumps(order))
+            except OSError:
+                self._raise("to take an order but its process ended", rank)
         awaited = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
         answers: dict[int, Any] = {}
         while awaited:

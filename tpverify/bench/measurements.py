@@ -90,8 +90,10 @@ def measure(plan: Plan, jobs: int, progress: Progress) -> Measurements:
     growth = tuple(grow(QUICK if plan.quick else SERIES))
     progress("runs that get stuck")
     stuck = tuple(time_faults(plan.world_sizes, 50))
-    progress("test runs")
+    if plan.examples:
+        progress("test runs")
     rates = tuple(throughput(plan.examples)) if plan.examples else ()
-    progress("mutants")
+    if plan.seeds:
+        progress("mutants")
     found = tuple(detect(plan.seeds, jobs, progress)) if plan.seeds else ()
     return Measurements(rows, parts, growth, stuck, rates, found)

@@ -69,7 +69,7 @@ def silent_world(rank: int, world_size: int) -> Any:
     outside = c10d._world
     c10d._world = world = RankWorld()
     try:
-        with excepthook_kept():
+        with c10d_kept():
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     finally:
         c10d._world = outside
@@ -91,10 +91,12 @@ def within(world: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def excepthook_kept() -> Iterator[None]:
-    """After the block uncaught exceptions are shown as before: ``init_process_group`` puts the rank in front of each line, every time."""
-    before = sys.excepthook
+def c10d_kept() -> Iterator[None]:
+    """After the block all is as before that ``init_process_group`` leaves in the process: a hook for exceptions, and what it was told."""
+    hook, module = sys.excepthook, vars(c10d)
+    before: dict[str, Any] = {name: module[name] for name in ("_backend", "_default_pg_init_method") if name in module}
     try:
         yield
     finally:
-        sys.excepthook = before
+        sys.excepthook = hook
+        module.update(before)

@@ -109,7 +109,7 @@ def _detection(found: Sequence[Detection]) -> RenderableType:
     seeds = len(found[0].cases)
     missed = sum(each.missed for each in found)
     line = f"{len(found)} mutants, {seeds} seeds each: {statistics.median(medians):g} cases in the median, {max(medians):g} for the mutant"
-    line += f" that takes longest; {missed} of {len(found) * seeds} searches found nothing"
+    line += f" that takes longest; {missed} of {len(found) * seeds} searches missed it"
     return Group(Text(""), Text(line), *(Text(line) for line in _slowest(found)), Text(""))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, Store
 
-from tpverify.bench.runners import Run, excepthook_kept
+from tpverify.bench.runners import Run, c10d_kept
 from tpverify.bench.work import Tensors, Work
 from tpverify.device import default_dtype
 
@@ -59,7 +59,7 @@ def _installed(work: Work) -> Iterator[None]:
     threaded._install_threaded_pg()
     _bindings._set_thread_isolation_mode(True)
     try:
-        with default_dtype(work.dtype), excepthook_kept():
+        with default_dtype(work.dtype), c10d_kept():
             yield
     finally:
         _bindings._set_thread_isolation_mode(False)
@@ -69,27 +69,30 @@ def _installed(work: Work) -> Iterator[None]:
 class _Rank(threading.Thread):
     """One rank, which works whenever it is told to."""
 
-    def __init__(self, rank: int, work: Work, store: Store) -> None:
+    def __init__(self, rank: int, work: Work, store: Store, answers: SimpleQueue[Any]) -> None:
         super().__init__(name=f"threaded rank {rank}", daemon=True)
         self.orders: SimpleQueue[bool] = SimpleQueue()
-        self.answers: SimpleQueue[Any] = SimpleQueue()
+        self.answers = answers
         self._rank, self._work, self._store = rank, work, store
 
     def run(self) -> None:
         """Work until told to end."""
         try:
             dist.init_process_group("threaded", store=self._store, rank=self._rank, world_size=self._work.world_size)
-            self.answers.put(None)
+            self.answers.put((self._rank, None))
             while self.orders.get():
-                self.answers.put(self._work())
+                self.answers.put((self._rank, self._work()))
             dist.destroy_process_group()
         except BaseException as error:  # noqa: B036 - whatever it is, whoever waits must hear of it
-            self.answers.put(error)
+            self.answers.put((self._rank, error))
+            _group().exception_handle(error)  # the others wait for this rank
 
 
 def _started(work: Work) -> list[_Rank]:
     store = HashStore()
-    ranks = [_Rank(rank, work, store) for rank in range(work.world_size)]
+    _group().reset()  # an earlier rank may have raised
+    answers: SimpleQueue[Any] = SimpleQueue()
+    ranks = [_Rank(rank, work, store, answers) for rank in range(work.world_size)]
     for rank in ranks:
         rank.start()
     _answers(ranks)  # until they are ready: nobody may replace c10d's world meanwhile
@@ -103,11 +106,19 @@ def _told(ranks: list[_Rank]) -> list[Tensors]:
 
 
 def _answers(ranks: list[_Rank]) -> list[Any]:
-    answers = [rank.answers.get(timeout=PATIENCE) for rank in ranks]
-    for answer in answers:
+    answers: dict[int, Any] = {}
+    while len(answers) < len(ranks):
+        rank, answer = ranks[0].answers.get(timeout=PATIENCE)
         if isinstance(answer, BaseException):
             raise answer
-    return answers
+        answers[rank] = answer
+    return [answers[rank] for rank in range(len(ranks))]
+
+
+def _group() -> Any:
+    from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+    return ProcessLocalGroup
 
 
 def _ended(ranks: list[_Rank]) -> None:

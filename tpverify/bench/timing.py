@@ -43,7 +43,9 @@ def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
     samples: dict[str, list[float]] = {name: [] for name in calls}
     enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()  # what is there by now need not be looked through every time
+    frozen = gc.get_freeze_count() > 0  # by somebody else, and to stay so
+    if not frozen:
+        gc.freeze()  # what is there by now need not be looked through every time
     try:
         for _ in range(rounds):
             for name, call in calls.items():
@@ -53,7 +55,8 @@ def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
                 if enabled:
                     gc.enable()
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
     return {name: Spread.of(taken) for name, taken in samples.items()}

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 CORES = os.cpu_count() or 1
 
+ASCII = str.maketrans("●○✗", "*ox")
+"""For terminals that know no more."""
+
 OWN_EXAMPLES = 24
 """Cases drawn of a subject whose own collectives are made to fail: each is run once for every fault."""
 
@@ -132,4 +135,9 @@ def _print(shown: RenderableType) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
+    if console.options.ascii_only:  # rich draws its boxes accordingly, but leaves text as it is
+        with console.capture() as captured:
+            console.print(shown, soft_wrap=True)
+        click.echo(captured.get().translate(ASCII).encode("ascii", "replace").decode(), nl=False)
+        return
     console.print(shown, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
+from tpverify.cli.app import error
 from tpverify.cli.exit_codes import ExitCode
 from tpverify.cli.params import device_option, is_verbose, verbose_option, world_option
 from tpverify.cli.quiet import hush_torch
@@ -34,9 +35,12 @@ def command(case_text: str, world: str, device: str, as_script: bool) -> None:
     if as_script:
         if device != CPU or world == "nccl":
             raise click.UsageError("Expected --script without a GPU: the program that it prints runs gloo processes on CPUs")
-        from tpverify.script.source import script
+        from tpverify.script.source import RIGHT_HERE, script
 
-        click.echo(script(subject, case, world), nl=False)
+        text = script(subject, case, world)
+        click.echo(text, nl=False)
+        if RIGHT_HERE in text:
+            error(f"{RIGHT_HERE[0].lower()}{RIGHT_HERE[1:-1]}")
         return
     violations = verification.check_case(subject, case, world=world, device=device)
     console = Console(highlight=False, soft_wrap=True, markup=False)

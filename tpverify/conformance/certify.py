@@ -15,7 +15,7 @@ from tpverify.conformance.bare import BareRank, BareWorld
 from tpverify.conformance.comparison import PREFIX, Outcome, same_error_class, unequal_errors, unequal_ledgers, unequal_outputs
 from tpverify.conformance.differences import COMPUTES, DIES, as_issued, without_differences
 from tpverify.conformance.interpreter import DISAGREEMENTS
-from tpverify.conformance.program import Program
+from tpverify.conformance.program import REDUCING, Program, Step
 from tpverify.conformance.subject import case_of, programs
 from tpverify.errors import RankError, RankTimeout
 from tpverify.processes.world import process_world
@@ -252,7 +252,12 @@ def slack(program: Program) -> list[dict[str, Tensor]]:
     smallest normal number is off by half the smallest number of all, whatever its size: sums are exact there, but products are not,
     and the other factors enlarge what is lost, by at most the product of those above 1.
     """
-    runs = [outcome(replace(program, values=values)).outputs for values in ("magnitudes", "factors")]
+    runs = []
+    for kind in ("magnitudes", "factors"):
+        made = outcome(replace(program, values=kind))
+        if made.error is not None:
+            raise made.error
+        runs.append(made.outputs)
     return [
         {label: _slack(program, label, magnitude, factors[label]) for label, magnitude in magnitudes.items()}
         for magnitudes, factors in zip(*runs, strict=True)
@@ -261,8 +266,14 @@ def slack(program: Program) -> list[dict[str, Tensor]]:
 
 def _slack(program: Program, label: str, magnitude: Tensor, factors: Tensor) -> Tensor:
     step = program.steps[int(label.split(maxsplit=1)[0])]
-    if not magnitude.dtype.is_floating_point and not magnitude.dtype.is_complex:
+    if not _rounds(step) or not (magnitude.dtype.is_floating_point or magnitude.dtype.is_complex):
         return torch.zeros(magnitude.shape, dtype=torch.float64)
     roundings, limits = len(program.members(step)), torch.finfo(magnitude.dtype)
     lost = factors.to(torch.complex128).abs() * limits.tiny * limits.eps if step.op in ("PRODUCT", "AVG") else 0.0
     return roundings * (limits.eps * magnitude.to(torch.complex128).abs() + lost)
+
+
+def _rounds(step: Step) -> bool:
+    """Whether the call adds, multiplies or divides, in backward at least."""
+    family, _, name = step.call.rpartition(".")
+    return family in ("nn", "autograd") or (name.startswith(REDUCING) and step.op in ("SUM", "PRODUCT", "AVG"))

@@ -20,9 +20,11 @@ def numbers(program: Program, index: int, rank: int, shape: tuple[int, ...], dty
     inexact = dtype.is_floating_point or dtype.is_complex
     if inexact and program.values != "integers":
         drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.complex64 if dtype.is_complex else torch.float64)
-        drawn = drawn.to(dtype)
         if program.values != "normal":
-            drawn = drawn.abs().clamp(min=1.0 if program.values == "factors" else 0.0).to(dtype)
+            drawn = drawn.abs()
+        if program.values == "factors":
+            drawn = drawn.clamp(min=1.0)
+        drawn = drawn.to(dtype)
     else:
         low, high = (0, 2) if dtype == torch.bool else (0, 4) if dtype in UNSIGNED else (-3, 4)
         drawn = torch.randint(low, high, shape, generator=generator, device="cpu").to(dtype)

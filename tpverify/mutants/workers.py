@@ -77,16 +77,23 @@ def each(call: Callable[[T], R], items: Sequence[T], jobs: int) -> Iterator[tupl
 def _start(call: Callable[[T], R], item: T, index: int) -> _Worker[T]:
     here, there = CONTEXT.Pipe()
     process = CONTEXT.Process(target=_serve, args=(call, there), daemon=True)
-    # Ctrl-C reaches every process of a terminal; who inherits that it is ignored leaves it to the parent, from its first line on.
+    start_deaf(process)
+    there.close()
+    here.send(item)
+    return _Worker(process, here, index)
+
+
+def start_deaf(process: Any) -> None:
+    """Start a process that leaves Ctrl-C to this one.
+
+    Ctrl-C reaches every process of a terminal; whoever inherits that it is ignored ignores it from the first line on.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
     try:
         process.start()
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
-    there.close()
-    here.send(item)
-    return _Worker(process, here, index)
 
 
 def _received(worker: _Worker[T]) -> Any:

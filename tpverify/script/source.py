@@ -66,9 +66,13 @@ def differs(name, actual, expected):
     same = actual is not None and actual.shape == expected.shape
     same = same and torch.allclose(actual.double(), expected.double(), rtol=0, atol=ATOL)
     got = None if actual is None else actual.tolist()
-    print(f"rank {dist.get_rank()}: {name}: expected {expected.tolist()}, got {got}{'' if same else '  <-- differs'}", flush=True)
+    told = "" if same else "  <-- differs"
+    print(f"rank {dist.get_rank()}: {name}: expected {expected.tolist()}, got {got}{told}\\n", end="", flush=True)
     return not same
 '''
+
+
+RIGHT_HERE = "In simulation the numbers below came out right: what is wrong need not show in them."
 
 
 def script(subject: Subject, case: Case, world: str) -> str:
@@ -120,7 +124,7 @@ class _Source:
         paragraphs = [f"{facts.subject.name} on {case.world_size} rank{'s' * (case.world_size > 1)} ({used}torch {torch.__version__})."]
         paragraphs += list(dict.fromkeys(found)) or ["All checks hold."]
         if facts.violations and not facts.shown:
-            paragraphs.append("In simulation the numbers below came out right: what is wrong need not show in them.")
+            paragraphs.append(RIGHT_HERE)
         if self.how.modules:
             paragraphs.append(f"It imports {', '.join(self.how.modules)}, and with it whatever that imports.")
         paragraphs.append(

@@ -232,6 +232,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _issue(self, call: Call, whole_inputs: Sequence[Tensor] | None = None) -> dist.Work:
         _expect_known_dtype(*call.inputs, *call.outputs)
+        _expect_storage(*call.inputs, *call.outputs)
         _expect_one_dtype(call)
         if call.reduce_op:
             for tensor in call.inputs:
@@ -337,6 +338,20 @@ def _expect_known_dtype(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype in _UNKNOWN_DTYPES:
             raise CollectiveRefused(f"Expected a dtype that gloo or NCCL can send but got dtype={tensor.dtype}")
+
+
+def _expect_storage(*tensors: Tensor) -> None:
+    """Fake tensors and wrappers hold no numbers, and kernels that look for them end the process."""
+    for tensor in tensors:
+        if type(tensor) is not Tensor and tensor.numel() and not tensor.is_meta and not _address(tensor):
+            raise CollectiveRefused(f"Expected a tensor that holds numbers but got a {type(tensor).__name__}: hand over what it stands for")
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _expect_real(what: str, tensors: Sequence[Tensor]) -> None:

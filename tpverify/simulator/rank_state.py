@@ -11,7 +11,6 @@ import os
 import random
 import sys
 import types
-import zlib
 from collections import UserDict, UserList, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +63,7 @@ class _State:
     torch_rng: list[torch.Tensor]
     python_rng: Any
     numpy_rng: Any
+    numpy_gauss: tuple[int, float]
     default_dtype: torch.dtype
     launcher: dict[str, str]
     rng_tracker: Any = None
@@ -143,14 +143,12 @@ def _module(name: str) -> types.ModuleType:
         raise CaseError(f"Expected names of modules that can be imported but got rank_local={name!r}: {error}") from error
 
 
-_numpy_states: dict[int, Any] = {}
+_ENVIRONMENT = os.environ
+"""The process's own; somebody may have put another mapping in its place for a while."""
 
 
-def _numpy_generator(numpy: Any, rank: int, seed: int) -> Any:
-    """The rank's bit generator, one for all runs: making one draws on the system's entropy, which takes longer than all the rest."""
-    state = _numpy_states.get(rank) or _numpy_states.setdefault(rank, numpy.random.RandomState())
-    state.seed(seed)
-    return state._bit_generator
+def _pair(gauss: tuple[int, float]) -> dict[str, Any]:
+    return {"has_gauss": gauss[0], "gauss": gauss[1]}
 
 
 class RankState:
@@ -191,6 +189,8 @@ class RankState:
         state.world = c10d._world
         state.torch_rng = [generator.get_state() for generator in self._generators]
         state.python_rng = random.getstate()
+        if self._numpy is not None:
+            state.numpy_rng, state.numpy_gauss = self._numpy.random.get_bit_generator(), self._gauss()
         state.default_dtype = torch.get_default_dtype()
         state.rng_tracker = dtensor_random._rng_tracker
         for index, owner in enumerate(self._owners):
@@ -203,7 +203,8 @@ class RankState:
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
         """After the block the process's own state is back, all environment variables included."""
-        environment: Any = getattr(os, "environb", os.environ)  # bytes need no decoding
+        bytewise = os.environ is _ENVIRONMENT and os.supports_bytes_environ
+        environment: Any = os.environb if bytewise else os.environ  # bytes need no decoding
         before = dict(environment)
         os.environ.update(self._launcher)
         try:
@@ -221,11 +222,19 @@ class RankState:
             torch_rng=[generator.get_state() for generator in self._generators],
             python_rng=random.getstate(),
             numpy_rng=None if self._numpy is None else self._numpy.random.get_bit_generator(),
+            numpy_gauss=self._gauss(),
             default_dtype=torch.get_default_dtype(),
             launcher={},
             rng_tracker=dtensor_random._rng_tracker,
             owners=[_state_of(owner) for owner in self._owners],
         )
+
+    def _gauss(self) -> tuple[int, float]:
+        """Whether numpy has a Gaussian left over, and which; other generators than its first kind keep none."""
+        if self._numpy is None or not isinstance(self._numpy.random.get_bit_generator(), self._numpy.random.MT19937):
+            return 0, 0.0
+        state = self._numpy.random.get_state(legacy=False)
+        return state["has_gauss"], state["gauss"]
 
     def _initial(self, rank: int, seed: int, torch_rng: list[torch.Tensor]) -> _State:
         copies = _Copies(self._homes)
@@ -233,7 +242,8 @@ class RankState:
             world=RankWorld(),
             torch_rng=torch_rng,
             python_rng=random.Random(f"{seed}/{rank}").getstate(),
-            numpy_rng=None if self._numpy is None else _numpy_generator(self._numpy, rank, zlib.crc32(f"{seed}/{rank}".encode())),
+            numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
+            numpy_gauss=(0, 0.0),
             default_dtype=self._outside.default_dtype,
             launcher={"RANK": str(rank), "LOCAL_RANK": str(rank)},
             rng_tracker=self._outside.rng_tracker,
@@ -247,6 +257,8 @@ class RankState:
         random.setstate(state.python_rng)
         if self._numpy is not None:
             self._numpy.random.set_bit_generator(state.numpy_rng)
+            if state.numpy_gauss[0]:  # Gaussians are made in pairs, and the second one is kept
+                self._numpy.random.set_state(self._numpy.random.get_state(legacy=False) | _pair(state.numpy_gauss))
         if torch.get_default_dtype() != state.default_dtype:
             torch.set_default_dtype(state.default_dtype)
         dtensor_random._rng_tracker = state.rng_tracker

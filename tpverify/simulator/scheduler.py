@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import sys
@@ -96,6 +97,10 @@ class Scheduler:
         except BaseException:
             self._stop()
             self._over = True
+            for baton in self._batons:  # of threads that nobody has counted yet
+                if baton.locked():
+                    with contextlib.suppress(RuntimeError):
+                        baton.release()
             raise
         for rank, thread in enumerate(threads):
             if rank not in self._abandoned:
@@ -210,6 +215,8 @@ class Scheduler:
 
     def _main(self, rank: int, program: Callable[[], None]) -> None:
         self._batons[rank].acquire()
+        if self._over:
+            return
         try:
             self._idents[rank] = threading.get_ident()
             self._enter(rank)
