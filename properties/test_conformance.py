@@ -141,6 +141,14 @@ def test_products_may_lose_what_lies_below_the_smallest_normal_number(certifier:
     assert torch.equal(certify.slack(sums)[0][label], 3 * limits.eps * magnitude)
 
 
+def test_what_only_moves_data_or_picks_numbers_is_exact() -> None:
+    for call, op, exact in (("all_gather", "SUM", True), ("all_reduce", "MAX", True), ("all_reduce", "SUM", False), ("ring", "SUM", True)):
+        program = Program(2, (Step(call, shape=(5,), op=op),), values="normal")
+        assert all(bool((slack == 0).all()) == exact for slack in certify.slack(program)[0].values()), call
+    floats = Program(2, (Step("ring", shape=(3,), dtype="float8_e4m3fn"), Step("all_reduce", shape=(7,))), values="normal")
+    assert len(certify.slack(floats)) == 2
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_backend_that_hangs_is_asked_again_once(certifier: Certifier, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left, hung = [times], certifier.count.hung

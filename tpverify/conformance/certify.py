@@ -276,4 +276,4 @@ def _slack(program: Program, label: str, magnitude: Tensor, factors: Tensor) -> 
 def _rounds(step: Step) -> bool:
     """Whether the call adds, multiplies or divides, in backward at least."""
     family, _, name = step.call.rpartition(".")
-    return family in ("nn", "autograd") or (name.startswith(REDUCING) and step.op in ("SUM", "PRODUCT", "AVG"))
+    return family in ("nn", "autograd") or (name.startswith((*REDUCING, "coalescing_manager")) and step.op in ("SUM", "PRODUCT", "AVG"))
