@@ -305,7 +305,7 @@ def test_dispatch_modes_of_a_rank_see_its_own_operations_only(kind: str, is_asyn
     assert run(program).results == [["aten.add_.Tensor"]] * 2
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "async"])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "async", "send", "recv"])
 def test_tensors_that_hold_no_numbers_are_refused(kind: str) -> None:
     def program(rank: int) -> None:
         with FakeTensorMode():
@@ -314,6 +314,8 @@ def test_tensors_that_hold_no_numbers_are_refused(kind: str) -> None:
                 "all_reduce": lambda: dist.all_reduce(x),
                 "all_gather": lambda: dist.all_gather_into_tensor(wide, x),
                 "async": lambda: dist.all_reduce(x, async_op=True),
+                "send": lambda: dist.send(x, 1 - rank),
+                "recv": lambda: dist.recv(x, 1 - rank),
             }
             with pytest.raises(ValueError, match="Expected a tensor that holds numbers but got a FakeTensor"):
                 calls[kind]()

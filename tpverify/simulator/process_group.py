@@ -199,15 +199,15 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> dist.Work:
         """send to a group rank; complete when received."""
-        return self._joined(self.endpoint.send(self, _listed(tensors)[0], destination, tag))
+        return self._joined(self.endpoint.send(self, _message(tensors), destination, tag))
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         """recv from a group rank."""
-        return self._joined(self.endpoint.recv(self, _listed(tensors)[0], source, tag))
+        return self._joined(self.endpoint.recv(self, _message(tensors), source, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """recv from whichever rank sent first."""
-        return self._joined(self.endpoint.recv(self, _listed(tensors)[0], None, tag))
+        return self._joined(self.endpoint.recv(self, _message(tensors), None, tag))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks of the group."""
@@ -293,6 +293,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _listed(tensors: Any) -> list[Tensor]:
     return [_plain(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+
+
+def _message(tensors: Any) -> Tensor:
+    tensor = _listed(tensors)[0]
+    _expect_storage(tensor)
+    return tensor
 
 
 def _lists(tensors: Any) -> list[list[Tensor]]:
