@@ -8,7 +8,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import tpverify as tpv
 from tpverify.adapters.libraries import LIBRARIES
 from tpverify.case import Case
 from tpverify.errors import CaseError
+from tpverify.options import DTYPES
 from tpverify.script.source import script
 from tpverify.strategies import cases
 from tpverify.verification import read_case
@@ -69,7 +70,16 @@ def assert_holds(subject: tpv.Subject, right: Callable[[Any], Mapping[str, Any]]
         right: the config's fields that must differ to keep it off the wrong paths.
         layouts: whether the library takes strided tensors.
     """
-    return for_cases(subject, on_right_path(right, layouts), lambda case: _holds(subject, case), CASES)
+    return assert_cases_hold(subject, on_right_path(right, layouts), CASES)
+
+
+def assert_cases_hold(subject: tpv.Subject, changed: Callable[[Case], Case], examples: int, dtypes: Sequence[str] = DTYPES[:1]) -> int:
+    """All checks hold for drawn cases that are kept off what is wrong; how many there were."""
+
+    def holds(case: Case) -> None:
+        assert tpv.check_case(subject, case) == [], case
+
+    return for_cases(subject, changed, holds, examples, dtypes)
 
 
 def counted(record_property: Recorder, ran: int, at_least: int) -> None:
@@ -88,11 +98,13 @@ def on_right_path(right: Callable[[Any], Mapping[str, Any]], layouts: bool) -> C
     return changed
 
 
-def _holds(subject: tpv.Subject, case: Case) -> None:
-    assert tpv.check_case(subject, case) == [], case
-
-
-def for_cases(subject: tpv.Subject, changed: Callable[[Case], Case], test: Callable[[Case], None], examples: int) -> int:
+def for_cases(
+    subject: tpv.Subject,
+    changed: Callable[[Case], Case],
+    test: Callable[[Case], None],
+    examples: int,
+    dtypes: Sequence[str] = DTYPES[:1],
+) -> int:
     """Run a test on drawn cases, kept off what is wrong; how many there were."""
     ran = 0
 
@@ -103,7 +115,7 @@ def for_cases(subject: tpv.Subject, changed: Callable[[Case], Case], test: Calla
 
     phases = (Phase.generate, Phase.shrink)
     config = settings(max_examples=examples, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
-    hypothesis.seed(0)(config(given(cases(subject, (1, 2, 3, 4)))(of_case)))()
+    hypothesis.seed(0)(config(given(cases(subject, (1, 2, 3, 4), dtypes=dtypes))(of_case)))()
     return ran
 
 

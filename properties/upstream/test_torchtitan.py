@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from released import CASES, Recorder, assert_found, counted, found_on, subjects_of
+from released import CASES, Recorder, assert_cases_hold, assert_found, counted, found_on, subjects_of
 
-import tpverify as tpv
 from tpverify.case import Case
-from tpverify.strategies import cases
 
 SUBJECTS = subjects_of("torchtitan")
 
@@ -135,15 +131,5 @@ def test_what_only_looks_wrong_holds(reason: str) -> None:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_rest_holds(name: str, record_property: Recorder) -> None:
-    ran = 0
-
-    def holds(case: Case) -> None:
-        nonlocal ran
-        case = right_path(name, case)
-        assert tpv.check_case(SUBJECTS[name], case) == [], case
-        ran += 1
-
-    phases = (Phase.generate,)
-    config = settings(max_examples=CASES, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
-    hypothesis.seed(0)(config(given(cases(SUBJECTS[name], (1, 2, 3, 4), dtypes=("float64", "float32")))(holds)))()
+    ran = assert_cases_hold(SUBJECTS[name], lambda case: right_path(name, case), CASES, ("float64", "float32"))
     counted(record_property, ran, CASES)
