@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from click.testing import CliRunner
 
 from tpverify.bench import measurements
-from tpverify.bench.case_parts import parts_of
+from tpverify.bench.case_parts import Parts, parts_of
 from tpverify.bench.comparison import CONFIGS, FLOOR, NEW_PROCESSES, SIMULATOR, Row, compare, runners_of
 from tpverify.bench.detection import Detection, Search, detect, searched
 from tpverify.bench.gloo import Pool, processes_kept
@@ -23,7 +24,6 @@ from tpverify.bench.local_tensor import local_tensors
 from tpverify.bench.measurements import Measurements
 from tpverify.bench.runners import Runner, floor, simulator
 from tpverify.bench.stuck import FAULTS, time_faults
-from tpverify.bench.tables import render
 from tpverify.bench.threaded import threads_anew, threads_kept
 from tpverify.bench.throughput import Throughput
 from tpverify.bench.timing import Spread, exponent, in_turn
@@ -44,6 +44,18 @@ def test_times_are_taken_in_turn_after_a_run_that_does_not_count() -> None:
     spreads = in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
     assert re.sub(r"(.)\1*", r"\1", "".join(order)) == "ab" * 4  # what is fast is called several times in a row
     assert all(spread.min <= spread.median <= spread.max for spread in spreads.values())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_garbage_collection_is_left_as_it_was(frozen: bool) -> None:
+    if frozen:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        in_turn({"a": lambda: None}, 1)
+        assert gc.isenabled() and gc.get_freeze_count() == before and (before > 0) == frozen
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -151,9 +163,17 @@ def test_a_comparison_has_every_way_beside_the_floor() -> None:
     assert all(set(row.as_dict()) == keys for row in rows)
 
 
-def test_the_parts_of_a_case_add_up() -> None:
-    parts = parts_of("mlp", 2, 8, 3)
-    assert parts.whole.median > parts.reference.median > 0 and parts.draw > 0 and parts.ratio > 1
+def test_a_whole_case_is_drawn_as_well() -> None:
+    times = [Spread(value, value, value) for value in (2.0, 1.0, 0.5, 5.0)]
+    parts = Parts("mlp", 4, 32, floor=times[0], draw=1.0, reference=times[1], ranks=3.0, checks=times[2], whole=times[3])
+    assert parts.ratio == 3.0
+    seconds = {"floor": 2.0, "draw": 1.0, "reference": 1.0, "ranks": 3.0, "checks": 0.5, "whole": 6.0}
+    assert parts.as_dict() == {"subject": "mlp", "world_size": 4, "hidden": 32, "seconds": seconds, "ratio_to_floor": 3.0}
+
+
+def test_the_parts_of_a_case_are_timed() -> None:
+    parts = parts_of("mlp", 2, 8, 2)
+    assert min(parts.floor.min, parts.draw, parts.reference.min, parts.checks.min, parts.whole.min) > 0
 
 
 def test_growth_is_measured_in_a_process_of_its_own() -> None:
@@ -213,7 +233,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     asked: list[tuple[object, ...]] = []
 
     def measure(plan: measurements.Plan, jobs: int, progress: measurements.Progress) -> Measurements:
-        asked.append((plan.quick, jobs))
+        asked.append((plan is measurements.QUICK_PLAN, jobs))
         progress("something")
         return FOUND
 
@@ -237,4 +257,3 @@ def test_the_command_prints_one_document(planned: list[tuple[object, ...]]) -> N
     assert document["rows"][1] == FOUND.rows[1].as_dict()
     assert document["growth"][0]["exponent"] == 1.0
     assert set(document["machine"]) == {"cores", "processor", "python", "torch"}
-    assert render(FOUND) is not None

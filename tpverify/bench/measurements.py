@@ -13,7 +13,7 @@ import torch
 from tpverify.bench.case_parts import Parts, parts_of
 from tpverify.bench.comparison import Row, compare
 from tpverify.bench.detection import Detection, detect
-from tpverify.bench.growth import QUICK, SERIES, Growth, grow
+from tpverify.bench.growth import QUICK, SERIES, Growth, Series, grow
 from tpverify.bench.stuck import Stuck, time_faults
 from tpverify.bench.throughput import Throughput, throughput
 
@@ -29,21 +29,21 @@ class Plan:
     Attributes:
         subjects, world_sizes, hidden_sizes: of the comparison.
         rounds: samples of whatever is timed side by side.
-        quick: short series, and no detection of mutants.
-        seeds: of the detection.
-        examples: cases of each test of the throughput.
+        series: of the growth.
+        seeds: of the detection; none = none.
+        examples: cases of each test of the throughput; 0 = none.
     """
 
     subjects: tuple[str, ...] = ("mlp", "attention", "gpt", "dtensor_mlp")
     world_sizes: tuple[int, ...] = (2, 4, 8)
     hidden_sizes: tuple[int, ...] = (32, 512)
     rounds: int = 15
-    quick: bool = False
+    series: tuple[Series, ...] = SERIES
     seeds: tuple[int, ...] = tuple(range(20))
     examples: int = 100
 
 
-QUICK_PLAN = Plan(("mlp",), (4,), (32,), rounds=7, quick=True, seeds=(), examples=0)
+QUICK_PLAN = Plan(("mlp",), (4,), (32,), rounds=7, series=QUICK, seeds=(), examples=0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def measure(plan: Plan, jobs: int, progress: Progress) -> Measurements:
     progress("the parts of a case")
     parts = tuple(parts_of(subject, 4, hidden, plan.rounds) for subject in plan.subjects for hidden in plan.hidden_sizes)
     progress("growth")
-    growth = tuple(grow(QUICK if plan.quick else SERIES))
+    growth = tuple(grow(plan.series))
     progress("runs that get stuck")
     stuck = tuple(time_faults(plan.world_sizes, 50))
     if plan.examples:

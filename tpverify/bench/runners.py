@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from tpverify.bench.work import Tensors, Work
 from tpverify.device import default_dtype
+from tpverify.simulator.c10d_hooks import initialisation_undone
 from tpverify.simulator.rank_state import RankWorld
 from tpverify.simulator.world import simulate
 
@@ -69,7 +69,7 @@ def silent_world(rank: int, world_size: int) -> Any:
     outside = c10d._world
     c10d._world = world = RankWorld()
     try:
-        with c10d_kept():
+        with initialisation_undone():
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     finally:
         c10d._world = outside
@@ -88,15 +88,3 @@ def within(world: Any) -> Iterator[None]:
     finally:
         c10d._world = outside
         _groups._unregister_all_process_groups()
-
-
-@contextlib.contextmanager
-def c10d_kept() -> Iterator[None]:
-    """After the block all is as before that ``init_process_group`` leaves in the process: a hook for exceptions, and what it was told."""
-    hook, module = sys.excepthook, vars(c10d)
-    before: dict[str, Any] = {name: module[name] for name in ("_backend", "_default_pg_init_method") if name in module}
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
-        module.update(before)

@@ -53,7 +53,12 @@ def _table(words: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
+    return _number(1000 * seconds)
+
+
+def _number(value: float) -> str:
+    """Three digits, or all of them."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _spread(spread: Spread) -> tuple[str, str, str]:
@@ -65,16 +70,16 @@ def _comparison(rows: Sequence[Row]) -> RenderableType:
     before = None
     for row in rows:
         what = (row.subject, str(row.world_size), str(row.hidden))
-        table.add_row(*(what if what != before else ("", "", "")), row.runner, *_spread(row.spread), f"{row.ratio:.3g}")
+        table.add_row(*(what if what != before else ("", "", "")), row.runner, *_spread(row.spread), _number(row.ratio))
         before = what
     return table
 
 
 def _parts(parts: Sequence[Parts]) -> RenderableType:
-    table = _table(("subject", "hidden"), ("floor", "draw", "reference", "ranks", "checks", "whole", "x floor"))
+    table = _table(("subject", "hidden"), ("draw", "reference", "ranks", "checks", "whole", "floor", "x floor"))
     for each in parts:
-        times = (each.floor.median, each.draw, each.reference.median, each.ranks, each.checks.median, each.whole.median + each.draw)
-        table.add_row(each.subject, str(each.hidden), *map(_milliseconds, times), f"{each.ratio:.3g}")
+        times = (each.draw, each.reference.median, each.ranks, each.checks.median, each.whole.median + each.draw, each.floor.median)
+        table.add_row(each.subject, str(each.hidden), *map(_milliseconds, times), _number(each.ratio))
     return table
 
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, Store
 
-from tpverify.bench.runners import Run, c10d_kept
+from tpverify.bench.runners import Run
 from tpverify.bench.work import Tensors, Work
 from tpverify.device import default_dtype
+from tpverify.simulator.c10d_hooks import initialisation_undone
 
 _bindings: Any = torch._C._distributed_c10d
 PATIENCE = 60.0
@@ -59,7 +60,7 @@ def _installed(work: Work) -> Iterator[None]:
     threaded._install_threaded_pg()
     _bindings._set_thread_isolation_mode(True)
     try:
-        with default_dtype(work.dtype), c10d_kept():
+        with default_dtype(work.dtype), initialisation_undone():
             yield
     finally:
         _bindings._set_thread_isolation_mode(False)

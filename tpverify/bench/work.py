@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tpverify import modules
 from tpverify.case import Case
@@ -19,6 +18,7 @@ from tpverify.logical import leaves_of
 from tpverify.lookup import load_subject
 from tpverify.run import RankRun
 from tpverify.runner import run_both, run_reference
+from tpverify.simulator.plain_tensors import waited
 from tpverify.subjects.subject import Subject
 
 Tensors = dict[str, Tensor]
@@ -54,10 +54,10 @@ class Part:
         leaves = [given.detach().requires_grad_(given.requires_grad) for given in self.inputs]
         outputs = {label: modules.local_of(output) for label, output in modules.named_tensors(module(*leaves)).items()}
         torch.autograd.backward(list(outputs.values()), self.cotangents)
-        found = {label: _waited(output).detach() for label, output in outputs.items()}
+        found = {label: waited(output).detach() for label, output in outputs.items()}
         tensors = parameters | {f"input[{index}]": leaf for index, leaf in enumerate(leaf for leaf in leaves if leaf.requires_grad)}
         return found | {
-            f"{name}.grad": _waited(modules.local_of(tensor.grad)) for name, tensor in tensors.items() if tensor.grad is not None
+            f"{name}.grad": waited(modules.local_of(tensor.grad)) for name, tensor in tensors.items() if tensor.grad is not None
         }
 
 
@@ -113,11 +113,6 @@ class Work:
             for label, tensor in expected.items():
                 if label not in computed or not torch.allclose(computed[label], tensor, rtol=1e-6, atol=1e-9):
                     raise SimulationError(f"Expected {runner} to compute {label} of {self.subject.name} but rank {rank} does not")
-
-
-def _waited(tensor: Tensor) -> Tensor:
-    """The tensor itself, where a functional collective has only promised it."""
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]
 
 
 def _computed(rank: RankRun) -> Tensors:

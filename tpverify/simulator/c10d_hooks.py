@@ -153,18 +153,26 @@ if not torch.cuda.is_available() and hasattr(torch._C, "_ensureCUDADeviceGuardSe
 @contextlib.contextmanager
 def simulated_c10d() -> Iterator[None]:
     """Within the block every backend means the simulator on ranks; other threads are not concerned."""
-    before = {name: getattr(c10d, name, None) for name in ("_backend", "_default_pg_init_method")}
-    excepthook = sys.excepthook
     # The mode cannot be read. Torch's threaded process group is its only other user, and replaces the world as we do.
     isolated = type(c10d._world) is not c10d._World
     _bindings._set_thread_isolation_mode(True)
     try:
-        with warnings.catch_warnings(), _every_backend_simulated(), _initialised_once():
+        with initialisation_undone(), warnings.catch_warnings(), _every_backend_simulated(), _initialised_once():
             warnings.filterwarnings("ignore", message="Attempted to get default timeout for nccl backend")
             yield
     finally:
         _bindings._set_thread_isolation_mode(isolated)
-        sys.excepthook = excepthook  # initialising a world replaces it
+
+
+@contextlib.contextmanager
+def initialisation_undone() -> Iterator[None]:
+    """After the block all is as before that ``init_process_group`` leaves in the process: what it was told, and a hook for exceptions."""
+    before = {name: getattr(c10d, name, None) for name in ("_backend", "_default_pg_init_method")}
+    excepthook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = excepthook
         vars(c10d).update(before)
 
 

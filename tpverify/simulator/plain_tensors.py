@@ -1,8 +1,10 @@
-"""The simulator's own tensor operations, kept apart from those of the code under test."""
+"""Tensors as they are: the simulator's own operations kept apart from those of the code under test, and promises waited for."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 class PlainTensors:
@@ -16,3 +18,8 @@ class PlainTensors:
     def __exit__(self, *_: object) -> None:
         del self._guard
         torch._C._set_grad_enabled(self._tracked)
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """The tensor itself, where a functional collective has returned a promise of it."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tpverify.errors import CollectiveRefused
 from tpverify.simulator.collectives import check_reducible
 from tpverify.simulator.endpoint import Endpoint, SimWork
 from tpverify.simulator.exchange import Call
-from tpverify.simulator.plain_tensors import PlainTensors
+from tpverify.simulator.plain_tensors import PlainTensors, waited
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs describe one release; the methods below serve several
 
@@ -101,7 +100,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """all_gather into one tensor, rank after rank by elements."""
-        return self._all_gather_single([_plain(output)], [_plain(tensor)], opts)
+        return self._all_gather_single([waited(output)], [waited(tensor)], opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Several all_gathers into one tensor each."""
@@ -189,7 +188,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, tensor: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> dist.Work:
         """all_to_all of one tensor, cut along dimension 0 by the given sizes or evenly."""
-        output, tensor = _plain(output), _plain(tensor)
+        output, tensor = waited(output), waited(tensor)
         _expect_real("all_to_all", [tensor])
         parts = tuple(part.numel() for part in _split(output, output_splits, self.size(), "output"))
         inputs = _split(tensor, input_splits, self.size(), "input")
@@ -286,13 +285,8 @@ _UNKNOWN_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.
 """Neither gloo nor NCCL has a name for them."""
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor itself where a functional collective has returned a promise of it."""
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-untyped-call]
-
-
 def _listed(tensors: Any) -> list[Tensor]:
-    return [_plain(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    return [waited(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
 
 
 def _message(tensors: Any) -> Tensor:

@@ -63,7 +63,7 @@ class _State:
     torch_rng: list[torch.Tensor]
     python_rng: Any
     numpy_rng: Any
-    numpy_gauss: tuple[int, float]
+    numpy_gauss: dict[str, Any]
     default_dtype: torch.dtype
     launcher: dict[str, str]
     rng_tracker: Any = None
@@ -147,10 +147,6 @@ _ENVIRONMENT = os.environ
 """The process's own; somebody may have put another mapping in its place for a while."""
 
 
-def _pair(gauss: tuple[int, float]) -> dict[str, Any]:
-    return {"has_gauss": gauss[0], "gauss": gauss[1]}
-
-
 class RankState:
     """The rank-local state of a whole world.
 
@@ -229,12 +225,12 @@ class RankState:
             owners=[_state_of(owner) for owner in self._owners],
         )
 
-    def _gauss(self) -> tuple[int, float]:
-        """Whether numpy has a Gaussian left over, and which; other generators than its first kind keep none."""
+    def _gauss(self) -> dict[str, Any]:
+        """What numpy has left over: its legacy generator makes Gaussians in pairs, and keeps the second outside of the bit generator."""
         if self._numpy is None or not isinstance(self._numpy.random.get_bit_generator(), self._numpy.random.MT19937):
-            return 0, 0.0
+            return {}
         state = self._numpy.random.get_state(legacy=False)
-        return state["has_gauss"], state["gauss"]
+        return {name: state[name] for name in ("has_gauss", "gauss")} if state["has_gauss"] else {}
 
     def _initial(self, rank: int, seed: int, torch_rng: list[torch.Tensor]) -> _State:
         copies = _Copies(self._homes)
@@ -243,7 +239,7 @@ class RankState:
             torch_rng=torch_rng,
             python_rng=random.Random(f"{seed}/{rank}").getstate(),
             numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
-            numpy_gauss=(0, 0.0),
+            numpy_gauss={},
             default_dtype=self._outside.default_dtype,
             launcher={"RANK": str(rank), "LOCAL_RANK": str(rank)},
             rng_tracker=self._outside.rng_tracker,
@@ -257,8 +253,8 @@ class RankState:
         random.setstate(state.python_rng)
         if self._numpy is not None:
             self._numpy.random.set_bit_generator(state.numpy_rng)
-            if state.numpy_gauss[0]:  # Gaussians are made in pairs, and the second one is kept
-                self._numpy.random.set_state(self._numpy.random.get_state(legacy=False) | _pair(state.numpy_gauss))
+            if state.numpy_gauss:
+                self._numpy.random.set_state(self._numpy.random.get_state(legacy=False) | state.numpy_gauss)
         if torch.get_default_dtype() != state.default_dtype:
             torch.set_default_dtype(state.default_dtype)
         dtensor_random._rng_tracker = state.rng_tracker
