@@ -67,6 +67,15 @@ def test_a_killed_mutant_is_0_and_can_be_replayed() -> None:
     assert f"{mutant['expected_check']} check failed" in again.stdout
 
 
+def test_a_terminal_that_knows_ascii_only_gets_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    done = spawn("-k", some(1)[0], "--jobs", "1", "-v")
+    stdout, stderr = done.communicate(timeout=120)
+    assert done.returncode == ExitCode.HELD, stderr
+    assert stdout.isascii() and "* the check that must kill it, o others that fired as well, x the named check did not fire" in stdout
+
+
 def test_the_document_is_the_same_for_any_number_of_processes() -> None:
     assert len([id for id in catalogue() if FEW in id]) >= 2
     processes = [spawn("-k", FEW, "--json", "--jobs", jobs) for jobs in ("1", "3")]

@@ -26,7 +26,7 @@ from tpverify.case import Case
 from tpverify.cli import main
 from tpverify.mutants.catalogue import catalogue
 from tpverify.script.literals import WIDTH, Literals
-from tpverify.script.source import script
+from tpverify.script.source import RIGHT_HERE, script
 from tpverify.session import Session
 from tpverify.sharding import shard
 from tpverify.strategies import cases
@@ -276,3 +276,11 @@ def test_a_script_that_cannot_be_written_is_wrong_usage_with_the_way_out() -> No
     done = tpverify("replay", "--script", "Case('row_parallel_linear', RowParallelLinearConfig(in_features=2), world_size=2)")
     assert done.exit_code == 2 and done.stdout == "", done.output
     assert "give the subject script=lambda config: SOURCE" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_whoever_asks_for_a_script_is_told_if_the_numbers_in_it_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr("tpverify.script.source.script", lambda *_: f'"""{RIGHT_HERE}"""')
+    done = tpverify("replay", "--script", UNREDUCED)
+    assert done.exit_code == 0 and done.stdout == f'"""{RIGHT_HERE}"""'
+    assert "in simulation the numbers below came out right" in done.stderr
