@@ -380,6 +380,7 @@ def test_an_interrupt_while_ranks_are_started_leaves_no_thread(monkeypatch: pyte
             raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
+    world, rank = c10d._world, os.environ.get("RANK")
     ran: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         simulate(lambda: ran.append(dist.get_rank()), 4)
@@ -389,3 +390,4 @@ def test_an_interrupt_while_ranks_are_started_leaves_no_thread(monkeypatch: pyte
         time.sleep(0.01)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
     assert ran == []
+    assert c10d._world is world and os.environ.get("RANK") == rank  # no rank has taken over the process after its end

@@ -158,17 +158,14 @@ class Session:
 
     def _execute(self, case: Case) -> tuple[Violation, ...]:
         largest: dict[str, float] | None = {} if self.measure else None
-        comparisons = self._both(case, traced=0)
         with undiagnosed():
-            found, applied = self._apply(comparisons, largest)
+            found, applied = self._apply(self._both(case, traced=0), largest)
         if not self.hasty and any(name in NUMERIC for name, _ in found):
             # Once more, into every module and with the case's own sensitivity: both are worth their time now.
             largest = {} if self.measure else None
             comparisons = self._both(case, traced=_first_wrong_call(found))
             measure(comparisons, self.device)
             found, applied = self._apply(comparisons, largest)
-        elif found and not self.hasty:
-            found, applied = self._apply(comparisons, None)
         for name, ratio in (largest or {}).items():
             self.largest[name, case.dtype] = max(ratio, self.largest.get((name, case.dtype), 0.0))
         self.cases_run += 1
