@@ -102,7 +102,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 def _model_source(config: LayerConfig, *statements: str, imports: str, **fields: Any) -> str:
     """Source of a module that is made of layers; ``statements`` find its ``config`` and ``spec``."""
     fields = {**attention_fields(config), **mlp_fields(config), **fields}
-    recomputed = "recompute_granularity" in fields and fields["recompute_granularity"] is not None
+    recomputed = fields.get("recompute_granularity") is not None
     imports += IMPORTS + CONFIG + NN + ACTIVATION * (config.activation == "quick_gelu")
     return script(
         RECOMPUTED * recomputed,
