@@ -28,7 +28,7 @@ class Spread:
     """How far the single-device run is from the oracle, and the oracle from itself, when all values are off by a rounding.
 
     Attributes:
-        error: by element, the largest such difference, float64.
+        error: by element, the largest such difference, also with all results of operations off by one, float64.
         scale: the largest error of the scale of a single-device run, see :func:`scale_of`.
     """
 
@@ -52,9 +52,11 @@ def allowed_errors(
 
     That is enough where a row holds some numbers. In a tensor of very few, all of which nearly cancel, the norms of ``s - o``
     and ``o`` are both far below the terms'. A case that fails is therefore looked at again with a ``spread``: the largest error
-    of single-device runs from values that are off by a rounding, and the largest change of the oracle for the same values.
-    The first is ``|s - o|`` without its luck, the second has the size of a rounding of the terms. Both count twice: the largest
-    of five is a bit more than one standard deviation of a row's error, and a case has hundreds of rows, a campaign millions.
+    of single-device runs from values that are off by a rounding, the largest change of the oracle for the same values, and its
+    largest change when each operation's result is off by one (:class:`tpverify.rounding.RandomRounding`). The first is
+    ``|s - o|`` without its luck, the second has the size of a rounding of the terms, the third knows what cancels inside: the
+    gradients of queries, say, whose keys are equal because tokens repeat, and remain so for other values. All count twice: the
+    largest of five is a bit more than one standard deviation of a row's error, and a case has hundreds of rows, a campaign millions.
 
     Args:
         single, oracle: ``s`` and ``o``, of one shape.

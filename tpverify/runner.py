@@ -121,7 +121,15 @@ def _within(around: Callable[[], AbstractContextManager[Any]], program: Callable
     return surrounded
 
 
-def run_reference(subject: Subject, case: Case, group: int, traced: int, device: str = CPU, dtype: torch.dtype | None = None) -> Reference:
+def run_reference(
+    subject: Subject,
+    case: Case,
+    group: int,
+    traced: int,
+    device: str = CPU,
+    dtype: torch.dtype | None = None,
+    arithmetic: AbstractContextManager[Any] | None = None,
+) -> Reference:
     """Run the reference on logical tensors drawn from the case's seed.
 
     Args:
@@ -129,6 +137,7 @@ def run_reference(subject: Subject, case: Case, group: int, traced: int, device:
         traced: the call, from 1, in which to capture what goes into and comes out of every submodule; 0 = in none.
         device: where it computes; what it produced comes back to the CPU.
         dtype: in which it computes; None = the working dtype, to which values are rounded in any case.
+        arithmetic: how forward and backward compute; None = as torch does.
 
     Raises:
         SubjectError: building, forward or backward raises.
@@ -140,7 +149,8 @@ def run_reference(subject: Subject, case: Case, group: int, traced: int, device:
             logical = draw(subject, case, group, module, dtype)
             modules.load_logical(module, logical.parameters)
             calls = Calls(module, leaves_of(subject, case, logical), case.layout, traced)
-            _call_reference(subject, case, group, logical, calls)
+            with arithmetic or nullcontext():
+                _call_reference(subject, case, group, logical, calls)
             uses = _uses(module, subject, case, logical)
     except SubjectError:
         raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from tpverify.checks.finding import gradient_scale
 from tpverify.errors import SubjectError
 from tpverify.low_precision import Spread, scale_of
 from tpverify.options import CPU
+from tpverify.rounding import RandomRounding
 from tpverify.run import Comparison, RankRun
 from tpverify.runner import run_reference
 from tpverify.tolerance import relative_error, row_errors, unit_roundoff
@@ -38,7 +41,11 @@ def hold_alike(comparisons: Sequence[Comparison], measured: Sequence[Comparison]
 
 
 def spread(comparison: Comparison, group: int, device: str = CPU) -> dict[str, Spread]:
-    """Half precision, by tensor label: how far runs of the reference are off when all values are off by one rounding each.
+    """Half precision, by tensor label: how far runs of the reference are off when all values, or all results of operations, are.
+
+    Values that are off by a rounding leave alike what is alike: repeated tokens have equal keys, whose differences stay zero. In
+    the second place each operation rounds at random, as correct code of another order does. The scale comes of the first alone: a
+    rounding of a loss, which is one number, is a factor.
 
     Args:
         group, device: as for :func:`sensitivity`.
@@ -47,25 +54,34 @@ def spread(comparison: Comparison, group: int, device: str = CPU) -> dict[str, S
     assert comparison.reference.oracle is not None
     base = dict(_tensors(comparison.reference.oracle))
     found = {label: Spread(torch.zeros_like(tensor), 0.0) for label, tensor in base.items() if tensor.is_floating_point()}
+    rounding = 2 * unit_roundoff(comparison.dtype)
+
+    def tensors(values_as: AbstractContextManager[None], dtype: torch.dtype | None, arithmetic: Any = None) -> dict[str, torch.Tensor]:
+        """Of a further run; none where the reference does not take other values, or other arithmetic."""
+        with values_as, contextlib.suppress(SubjectError):
+            return dict(_tensors(run_reference(subject, case, group, False, device, dtype, arithmetic).run.ranks[0]))
+        return {}
+
     for repeat in range(REPEATS):
-        sides = []
-        for dtype in (None, torch.float64):
-            with values.shaken(repeat, 2 * unit_roundoff(comparison.dtype)), contextlib.suppress(SubjectError):
-                sides.append(dict(_tensors(run_reference(subject, case, group, False, device, dtype).run.ranks[0])))
-        if len(sides) < 2:
-            continue  # the values as drawn do run; others are of no use then
-        single, oracle = sides
+        single, oracle = (tensors(values.shaken(repeat, rounding), dtype) for dtype in (None, torch.float64))
+        inside = tensors(contextlib.nullcontext(), torch.float64, RandomRounding(repeat, rounding))
         for label, known in found.items():
-            tensors = [side.get(label) for side in (single, oracle)]
-            if all(tensor is not None and tensor.shape == base[label].shape for tensor in tensors):
-                found[label] = _wider(known, single[label], oracle[label], base[label])
+            found[label] = _wider(known, base[label], single.get(label), oracle.get(label), inside.get(label))
     return found
 
 
-def _wider(known: Spread, single: torch.Tensor, oracle: torch.Tensor, base: torch.Tensor) -> Spread:
-    error, moved = ((a.double() - b.double()).abs().nan_to_num(nan=0.0) for a, b in ((single, oracle), (oracle, base)))
-    scale = abs(scale_of(single, oracle) - 1.0)
-    return Spread(torch.maximum(known.error, torch.maximum(error, moved)), max(known.scale, scale if math.isfinite(scale) else 0.0))
+def _wider(
+    known: Spread, base: torch.Tensor, single: torch.Tensor | None, oracle: torch.Tensor | None, inside: torch.Tensor | None
+) -> Spread:
+    error, scale = known.error, known.scale
+    pairs = [(single, oracle), (oracle, base), (inside, base)]
+    for one, other in pairs:
+        if one is not None and other is not None and one.shape == other.shape == base.shape:
+            error = torch.maximum(error, (one.double() - other.double()).abs().nan_to_num(nan=0.0))
+    if single is not None and oracle is not None and single.shape == oracle.shape:
+        apart = abs(scale_of(single, oracle) - 1.0)
+        scale = max(scale, apart if math.isfinite(apart) else 0.0)
+    return Spread(error, scale)
 
 
 def sensitivity(comparison: Comparison, group: int, device: str = CPU) -> dict[str, float]:
