@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from tpverify.bench.work import Tensors, Work
 from tpverify.device import default_dtype
 from tpverify.simulator.c10d_hooks import initialisation_undone
-from tpverify.simulator.rank_state import RankWorld
+from tpverify.simulator.rank_world import RankWorld
 from tpverify.simulator.world import simulate
 
 _groups: Any = torch._C._distributed_c10d

@@ -156,12 +156,13 @@ class _Rendezvous(Rendezvous):
 
     def __init__(self, backends: Backends, announcer: Announcer, case: int, world_size: int) -> None:
         self.world_size = world_size
+        self.model = None
         self._backends = backends
         self.backend = backends.name
         self._announcer = announcer
         self._case = case
 
-    def store(self, rank: int) -> Any:
+    def store(self) -> Any:
         """The processes' store, fresh for each case."""
         return _bindings.PrefixStore(f"case{self._case}", self._backends.store)
 

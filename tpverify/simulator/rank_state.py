@@ -8,8 +8,6 @@ import enum
 import functools
 import importlib
 import os
-import random
-import sys
 import types
 from collections import UserDict, UserList, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,6 +22,9 @@ import torch.distributed.tensor._random as dtensor_random
 from tpverify.device import generators
 from tpverify.errors import CaseError
 from tpverify.options import CPU
+from tpverify.simulator.numpy_random import NumpyRandom
+from tpverify.simulator.python_random import PythonRandom
+from tpverify.simulator.rank_world import RankWorld
 
 _NOT_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _CONTAINERS = (dict, list, set, bytearray, deque, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary, WeakSet)
@@ -31,39 +32,10 @@ _CACHED = functools._lru_cache_wrapper
 _Owner: TypeAlias = types.ModuleType | type
 
 
-class RankWorld(c10d._World):
-    """PyTorch's registry of process groups, for one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._maps: dict[str, Any] = {name: {} for name in ("map", "names", "ranks", "backends", "tags", "to_tag")}
-        self._count = 0
-
-    pg_map = property(lambda self: self._maps["map"])
-    pg_names = property(lambda self: self._maps["names"])
-    pg_group_ranks = property(lambda self: self._maps["ranks"])
-    pg_backend_config = property(lambda self: self._maps["backends"])
-    tags_to_pg = property(lambda self: self._maps["tags"])
-    pg_to_tag = property(lambda self: self._maps["to_tag"])
-
-    @property
-    def group_count(self) -> int:
-        """How many groups this rank has created or skipped; decides group names."""
-        return self._count
-
-    @group_count.setter
-    def group_count(self, value: int) -> None:
-        """Set by c10d at every new group."""
-        self._count = value
-
-
 @dataclass
 class _State:
     world: c10d._World
     torch_rng: list[torch.Tensor]
-    python_rng: Any
-    numpy_rng: Any
-    numpy_gauss: dict[str, Any]
     default_dtype: torch.dtype
     launcher: dict[str, str]
     rng_tracker: Any = None
@@ -171,22 +143,22 @@ class RankState:
         self._homes = {module.__name__ for module in modules}
         classes = [found for module in modules for found in _classes(module, module.__name__)]
         self._owners: list[_Owner] = list(dict.fromkeys((*modules, *classes)))
-        self._numpy = sys.modules.get("numpy")
+        self._python = PythonRandom(world_size, seed)
+        self._numpy = NumpyRandom(world_size, seed)
         self._generators = generators(device)
         self._outside = self._capture()
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         self._launcher = {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         seeded = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self._generators]
-        self._states = [self._initial(rank, seed, seeded) for rank in range(world_size)]
+        self._states = [self._initial(rank, seeded) for rank in range(world_size)]
 
     def leave(self, rank: int) -> None:
         """Save what the rank has changed."""
         state = self._states[rank]
         state.world = c10d._world
         state.torch_rng = [generator.get_state() for generator in self._generators]
-        state.python_rng = random.getstate()
-        if self._numpy is not None:
-            state.numpy_rng, state.numpy_gauss = self._numpy.random.get_bit_generator(), self._gauss()
+        self._python.leave(rank)
+        self._numpy.leave(rank)
         state.default_dtype = torch.get_default_dtype()
         state.rng_tracker = dtensor_random._rng_tracker
         for index, owner in enumerate(self._owners):
@@ -194,6 +166,8 @@ class RankState:
 
     def enter(self, rank: int) -> None:
         """Make the rank's state the process's state."""
+        self._python.enter(rank)
+        self._numpy.enter(rank)
         self._restore(self._states[rank])
 
     @contextlib.contextmanager
@@ -206,6 +180,8 @@ class RankState:
         try:
             yield
         finally:
+            self._python.restore()
+            self._numpy.restore()
             self._restore(self._outside)
             after = dict(environment)
             for name in after.keys() - before.keys():
@@ -216,30 +192,17 @@ class RankState:
         return _State(
             world=c10d._world,
             torch_rng=[generator.get_state() for generator in self._generators],
-            python_rng=random.getstate(),
-            numpy_rng=None if self._numpy is None else self._numpy.random.get_bit_generator(),
-            numpy_gauss=self._gauss(),
             default_dtype=torch.get_default_dtype(),
             launcher={},
             rng_tracker=dtensor_random._rng_tracker,
             owners=[_state_of(owner) for owner in self._owners],
         )
 
-    def _gauss(self) -> dict[str, Any]:
-        """What numpy has left over: its legacy generator makes Gaussians in pairs, and keeps the second outside of the bit generator."""
-        if self._numpy is None or not isinstance(self._numpy.random.get_bit_generator(), self._numpy.random.MT19937):
-            return {}
-        state = self._numpy.random.get_state(legacy=False)
-        return {name: state[name] for name in ("has_gauss", "gauss")} if state["has_gauss"] else {}
-
-    def _initial(self, rank: int, seed: int, torch_rng: list[torch.Tensor]) -> _State:
+    def _initial(self, rank: int, torch_rng: list[torch.Tensor]) -> _State:
         copies = _Copies(self._homes)
         return _State(
             world=RankWorld(),
             torch_rng=torch_rng,
-            python_rng=random.Random(f"{seed}/{rank}").getstate(),
-            numpy_rng=None if self._numpy is None else self._numpy.random.MT19937((seed, rank)),
-            numpy_gauss={},
             default_dtype=self._outside.default_dtype,
             launcher={"RANK": str(rank), "LOCAL_RANK": str(rank)},
             rng_tracker=self._outside.rng_tracker,
@@ -250,14 +213,10 @@ class RankState:
         c10d._world = state.world
         for generator, torch_state in zip(self._generators, state.torch_rng, strict=True):
             generator.set_state(torch_state)
-        random.setstate(state.python_rng)
-        if self._numpy is not None:
-            self._numpy.random.set_bit_generator(state.numpy_rng)
-            if state.numpy_gauss:
-                self._numpy.random.set_state(self._numpy.random.get_state(legacy=False) | state.numpy_gauss)
         if torch.get_default_dtype() != state.default_dtype:
             torch.set_default_dtype(state.default_dtype)
         dtensor_random._rng_tracker = state.rng_tracker
-        os.environ.update(state.launcher)
+        for name, value in state.launcher.items():  # update() takes several times as long
+            os.environ[name] = value
         for owner, values in zip(self._owners, state.owners, strict=True):
             _set_state(owner, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,7 @@ class _KeyWait:
 
 
 class SharedKeys:
-    """What all ranks' stores share."""
+    """The keys and values of a world, and which ranks wait for one."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -53,13 +54,18 @@ class SharedKeys:
         self.scheduler.wait_until(rank, wait)
 
 
-class RankStore(_Store):  # type: ignore[misc]
-    """One rank's view of the world's store, with c10d's interface."""
+class WorldStore(_Store):  # type: ignore[misc]
+    """The world's store, with c10d's interface.
 
-    def __init__(self, shared: SharedKeys, rank: int) -> None:
+    Args:
+        shared: what is in it.
+        caller: the rank on whose thread it is called.
+    """
+
+    def __init__(self, shared: SharedKeys, caller: Callable[[], int]) -> None:
         super().__init__()
         self._shared = shared
-        self._rank = rank
+        self._caller = caller
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key``."""
@@ -67,7 +73,7 @@ class RankStore(_Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """The value of ``key``; waits until it is set."""
-        self._shared.wait(self._rank, (key,))
+        self._shared.wait(self._caller(), (key,))
         return self._shared.data[key]
 
     def add(self, key: str, amount: int) -> int:
@@ -93,7 +99,7 @@ class RankStore(_Store):  # type: ignore[misc]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set; a deadlock is found without a timeout."""
-        self._shared.wait(self._rank, tuple(keys))
+        self._shared.wait(self._caller(), tuple(keys))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of ``keys``; waits for all."""

@@ -20,6 +20,7 @@ from tpverify.simulator.c10d_hooks import Rendezvous, current_endpoint, simulate
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.simulator.endpoint import Capture, Endpoint
 from tpverify.simulator.exchange import Exchange, Perturb
+from tpverify.simulator.one_core import one_core
 from tpverify.simulator.rank_state import RankState
 from tpverify.simulator.recorder import Recorder, hooks, recording
 from tpverify.simulator.scheduler import Scheduler
@@ -143,6 +144,7 @@ def run_world(
         stack.enter_context(state.outside())
         stack.enter_context(simulated_c10d())
         stack.enter_context(hooks())
+        stack.enter_context(one_core())
         scheduler = Scheduler(world_size, state, schedule)
         exchange = Exchange(scheduler, reduction_order, perturb)
         endpoints = [Endpoint(rank, scheduler, exchange, Recorder(), records, capture) for rank in range(world_size)]
