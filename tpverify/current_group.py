@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-_local = threading.local()
+from tpverify.thread_state import thread_state
 
 
 def tp_group() -> dist.ProcessGroup:
     """The TP process group of this rank; call it inside ``Subject.parallel``."""
-    group = getattr(_local, "group", None) or dist.group.WORLD
+    group: dist.ProcessGroup | None = thread_state.group or dist.group.WORLD
     if group is None:
         raise RuntimeError("Expected an initialised torch.distributed world but got none: call tp_group() on a rank")
     return group
@@ -22,9 +21,9 @@ def tp_group() -> dist.ProcessGroup:
 @contextlib.contextmanager
 def use_tp_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Within the block, on this thread, :func:`tp_group` is ``group``."""
-    before = getattr(_local, "group", None)
-    _local.group = group
+    before = thread_state.group
+    thread_state.group = group
     try:
         yield
     finally:
-        _local.group = before
+        thread_state.group = before

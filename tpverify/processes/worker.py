@@ -156,7 +156,7 @@ class _Rendezvous(Rendezvous):
 
     def __init__(self, backends: Backends, announcer: Announcer, case: int, world_size: int) -> None:
         self.world_size = world_size
-        self.model = None
+        self.models = {}  # this store is of one case
         self._backends = backends
         self.backend = backends.name
         self._announcer = announcer

@@ -18,14 +18,14 @@ import torch.distributed.distributed_c10d as c10d
 
 from tpverify.simulator.endpoint import Endpoint
 from tpverify.simulator.process_group import SimProcessGroup
-from tpverify.simulator.rank_world import RankWorld
+from tpverify.simulator.rank_world import Model, RankWorld
 from tpverify.simulator.store import SharedKeys, WorldStore
+from tpverify.thread_state import thread_state
 
 BACKEND = "sim"
 _UNNAMED = (BACKEND, "undefined", "none", "")
 
 _bindings: Any = torch._C._distributed_c10d
-_local = threading.local()
 
 
 def current_endpoint() -> Endpoint | None:
@@ -43,19 +43,19 @@ class Rendezvous:
 
     Attributes:
         backend: what ``get_backend`` answers as long as the program has not named a backend.
-        model: what c10d knew when the first rank had initialised its first world; all ranks' worlds begin alike.
+        models: by world size, what c10d knows when a rank has initialised its first world; all ranks' begin alike, in every run.
     """
 
     backend = "gloo"
 
     def __init__(self, keys: SharedKeys, world_size: int) -> None:
+        self.keys = keys
         self.world_size = world_size
-        self.model: RankWorld | None = None
-        self._store = WorldStore(keys, _calling_rank)
+        self.models = _models
 
     def store(self) -> Any:
         """The world's store."""
-        return self._store
+        return _store
 
     def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """One rank's view of a new group."""
@@ -64,7 +64,7 @@ class Rendezvous:
     @contextlib.contextmanager
     def on_rank(self, endpoint: Endpoint) -> Iterator[None]:
         """Within the block this thread is the endpoint's rank and its world is initialised."""
-        _local.session = session = _Session(self, endpoint)
+        thread_state.session = session = _Session(self, endpoint)
         try:
             session.initialise()
             yield
@@ -72,7 +72,7 @@ class Rendezvous:
             if not endpoint.scheduler.abandoned(endpoint.rank):
                 endpoint.discard()
                 _bindings._unregister_all_process_groups()
-            _local.session = None
+            thread_state.session = None
 
 
 class _Session:
@@ -83,39 +83,39 @@ class _Session:
         self.worlds = 0
         self.claimed = False
         self.initialising = False
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
 
     def initialise(self) -> None:
         """Initialise the next world."""
         self.worlds += 1
         own: RankWorld = c10d._world  # type: ignore[assignment]
-        if self.worlds > 1 or self._rendezvous.model is None:
+        size, models = self.rendezvous.world_size, self.rendezvous.models
+        if self.worlds > 1:
             self._initialise()
+        elif size in models:
+            self._follow(models[size], own)
         else:
-            self._follow(self._rendezvous.model, own)
-        if self._rendezvous.model is None:
-            self._rendezvous.model = RankWorld()
-            self._rendezvous.model.become(own, own.default_pg)
+            self._initialise()
+            models[size] = own.model()
 
     def _initialise(self) -> None:
         self.initialising = True
-        store = _bindings.PrefixStore(f"world{self.worlds}", self._rendezvous.store())
-        dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=self._rendezvous.world_size)
+        store = _bindings.PrefixStore(f"world{self.worlds}", self.rendezvous.store())
+        dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=self.rendezvous.world_size)
         self.initialising = False
 
-    def _follow(self, model: RankWorld, own: RankWorld) -> None:
-        """What c10d has done for the first rank, in a tenth of the time."""
-        first: Any = model.default_pg
-        group = self.group(first.group_name, self.endpoint.rank, first.members)
-        group._set_group_name(first.group_name)
-        group._set_group_desc(first.group_desc)
-        own.become(model, group)
-        _bindings._register_process_group(first.group_name, group)
+    def _follow(self, model: Model, own: RankWorld) -> None:
+        """What c10d has done for the first, in a tenth of the time."""
+        group = self.group(model.name, self.endpoint.rank, model.members)
+        group._set_group_name(model.name)
+        group._set_group_desc(model.desc)
+        own.follow(model, group)
+        _bindings._register_process_group(model.name, group)
 
     def named(self, backend: Any) -> str:
         """What ``get_backend`` answers for a group: what the program asked for."""
         name = str(backend).lower()
-        return self._rendezvous.backend if name in _UNNAMED else name
+        return self.rendezvous.backend if name in _UNNAMED else name
 
     def claim(self, arguments: dict[str, Any]) -> None:
         """The rank's program calls ``init_process_group``: the first time in a world, it is as if it had made it.
@@ -123,7 +123,7 @@ class _Session:
         Raises:
             ValueError: the world is initialised twice, or as another rank or size than this one.
         """
-        for name, own in (("rank", self.endpoint.rank), ("world_size", self._rendezvous.world_size)):
+        for name, own in (("rank", self.endpoint.rank), ("world_size", self.rendezvous.world_size)):
             given = arguments.get(name)
             if given not in (None, -1, own):
                 raise ValueError(f"Expected init_process_group with {name}={own} on this rank but got {name}={given}")
@@ -140,20 +140,24 @@ class _Session:
 
     def group(self, name: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """This rank's view of a new group."""
-        return self._rendezvous.group(self.endpoint, name, self.key(name), group_rank, members)
+        return self.rendezvous.group(self.endpoint, name, self.key(name), group_rank, members)
 
 
 def _session() -> _Session | None:
-    session: _Session | None = getattr(_local, "session", None)
+    session: _Session | None = thread_state.session
     return session
 
 
-def _calling_rank() -> int:
-    endpoint = current_endpoint()
-    if endpoint is None:
+def _calling() -> tuple[SharedKeys, int]:
+    session = _session()
+    if session is None:
         name = threading.current_thread().name
         raise RuntimeError(f"Expected the store to be used on a rank's thread but got thread={name!r}: let it hand its keys to the rank")
-    return endpoint.rank
+    return session.rendezvous.keys, session.endpoint.rank
+
+
+_store = WorldStore(_calling)
+_models: dict[int, Model] = {}
 
 
 def _name_backend(group: Any, name: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+Cores = set[int]
+
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
@@ -21,14 +23,24 @@ def one_core() -> Iterator[None]:
     if current is None or torch.get_num_threads() > 1:
         yield
         return
-    before = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # a container may forbid it
-        os.sched_setaffinity(0, {current()})
+    before = cores_of(0)
+    stay_on({current()}, 0)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
+        stay_on(before, 0)
+
+
+def cores_of(thread: int) -> Cores:
+    """Where a thread may run, by its number in the system, 0 = this one; none where the system does not tell."""
+    return os.sched_getaffinity(thread) if hasattr(os, "sched_getaffinity") else set()
+
+
+def stay_on(cores: Cores, thread: int) -> Cores:
+    """Tell a thread where to run; where it may run then."""
+    with contextlib.suppress(OSError):  # a container may forbid it
+        os.sched_setaffinity(thread, cores)
+    return cores_of(thread)
 
 
 @functools.cache

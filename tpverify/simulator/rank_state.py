@@ -183,6 +183,7 @@ class RankState:
             self._python.restore()
             self._numpy.restore()
             self._restore(self._outside)
+            self._states.clear()  # a world holds its groups, and they the run
             after = dict(environment)
             for name in after.keys() - before.keys():
                 del environment[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed.distributed_c10d as c10d
 
@@ -34,11 +34,32 @@ class RankWorld(c10d._World):
         """Set by c10d at every new group."""
         self._count = value
 
-    def become(self, other: RankWorld, group: Any) -> None:
-        """Know what another registry knows of its only group; of ``group``."""
-        self._maps = {name: _replaced(groups, other.default_pg, group) for name, groups in other._maps.items()}
-        self._count = other._count
+    def model(self) -> Model:
+        """What is known of the only group that there is."""
+        only: Any = self.default_pg
+        maps = {name: _replaced(groups, only, Model) for name, groups in self._maps.items()}
+        return Model(only.group_name, only.group_desc, only.members, maps, self._count)
+
+    def follow(self, model: Model, group: Any) -> None:
+        """Know that of another group."""
+        self._maps = {name: _replaced(groups, Model, group) for name, groups in model.maps.items()}
+        self._count = model.groups
         self.default_pg = group
+
+
+class Model(NamedTuple):
+    """A registry with one group, which is not in it: this class stands in its place.
+
+    Attributes:
+        name, desc, members: the group's.
+        maps, groups: the registry's, and how many groups there have been.
+    """
+
+    name: str
+    desc: str
+    members: tuple[int, ...]
+    maps: dict[str, Any]
+    groups: int
 
 
 def _replaced(value: Any, theirs: Any, own: Any) -> Any:

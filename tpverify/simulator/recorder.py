@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tpverify.ledger.record import CallSite
+from tpverify.thread_state import thread_state
 
 MAX_FRAMES = 8
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,15 +32,11 @@ _ACCUMULATE_GRAD = 2**64 - 1
 # By file name and not by code object: code objects of two files may compare equal.
 _is_hidden: dict[str, bool] = {}
 _sites: dict[tuple[str, int, str], CallSite] = {}
-_current = threading.local()
 
 
 def _hidden(filename: str) -> bool:
-    known = _is_hidden.get(filename)
-    if known is None:
-        ours = filename.startswith(_HIDDEN) and not filename.startswith(_SHOWN)
-        known = _is_hidden[filename] = ours or filename in _WRAPPERS or filename.startswith("<frozen")
-    return known
+    ours = filename.startswith(_HIDDEN) and not filename.startswith(_SHOWN)
+    return ours or filename in _WRAPPERS or filename.startswith("<frozen")
 
 
 def call_sites(frame: FrameType | None = None) -> tuple[CallSite, ...]:
@@ -53,7 +50,10 @@ def call_sites(frame: FrameType | None = None) -> tuple[CallSite, ...]:
         frame = sys._getframe(1)
     while frame is not None and len(sites) < MAX_FRAMES:
         code = frame.f_code
-        if not _hidden(code.co_filename):
+        hidden = _is_hidden.get(code.co_filename)
+        if hidden is None:
+            hidden = _is_hidden[code.co_filename] = _hidden(code.co_filename)
+        if not hidden:
             key = (code.co_filename, frame.f_lineno, code.co_name)
             site = _sites.get(key)
             if site is None:
@@ -173,17 +173,18 @@ class Recorder:
 
 def current() -> Recorder | None:
     """The recorder of the rank that runs on this thread, if any."""
-    return getattr(_current, "recorder", None)
+    recorder: Recorder | None = thread_state.recorder
+    return recorder
 
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within the block, on this thread, modules and optimizers report to ``recorder``."""
-    _current.recorder = recorder
+    thread_state.recorder = recorder
     try:
         yield
     finally:
-        _current.recorder = None
+        thread_state.recorder = None
 
 
 @contextlib.contextmanager

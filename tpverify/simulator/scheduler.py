@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import sys
 import threading
@@ -12,7 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tpverify.errors import CollectiveMismatch, Deadlock, RankTimeout, SimulationError
+from tpverify.simulator import rank_threads
 from tpverify.simulator.failures import deadlock, rank_error
+from tpverify.simulator.rank_threads import RankThread
 from tpverify.simulator.recorder import call_sites
 
 
@@ -85,10 +88,11 @@ class Scheduler:
             SimulationError: what ended the run early.
         """
         __tracebackhide__ = True
-        threads = [threading.Thread(target=self._main, args=item, name=f"rank {item[0]}", daemon=True) for item in enumerate(programs)]
+        threads: list[RankThread] = []
         try:
-            for rank, thread in enumerate(threads):
-                thread.start()
+            threads = rank_threads.take(self.world_size)
+            for rank, (thread, program) in enumerate(zip(threads, programs, strict=True)):
+                thread.perform(f"rank {rank}", functools.partial(self._main, rank, program))
                 self._runnable.append(rank)
             self._started = True
             self._pass_on()
@@ -101,13 +105,16 @@ class Scheduler:
                 if baton.locked():
                     with contextlib.suppress(RuntimeError):
                         baton.release()
+            rank_threads.dismiss(threads)
             raise
         for rank, thread in enumerate(threads):
             if rank not in self._abandoned:
-                thread.join(GRACE_SECONDS)
+                thread.finished(GRACE_SECONDS)
         self._over = True
         if self.failure is not None:
+            rank_threads.dismiss(threads)
             raise self.failure
+        rank_threads.give_back(threads)
 
     def admit(self, rank: int) -> None:
         """Let a rank's call in.
@@ -250,7 +257,6 @@ class Scheduler:
             self._finished.add(rank)
             self._handled.pop(rank, None)
             self._running = None
-        self._switch.leave(rank)
         self._go_on()
 
     def _go_on(self) -> None:

@@ -55,51 +55,53 @@ class SharedKeys:
 
 
 class WorldStore(_Store):  # type: ignore[misc]
-    """The world's store, with c10d's interface.
+    """The store of the world whose rank calls, with c10d's interface.
 
     Args:
-        shared: what is in it.
-        caller: the rank on whose thread it is called.
+        caller: the keys of the world, and the rank, that run on this thread.
     """
 
-    def __init__(self, shared: SharedKeys, caller: Callable[[], int]) -> None:
+    def __init__(self, caller: Callable[[], tuple[SharedKeys, int]]) -> None:
         super().__init__()
-        self._shared = shared
         self._caller = caller
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key``."""
-        self._shared.put(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._keys().put(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         """The value of ``key``; waits until it is set."""
-        self._shared.wait(self._caller(), (key,))
-        return self._shared.data[key]
+        self.wait([key])
+        return self._keys().data[key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; the new value."""
-        value = int(self._shared.data.get(key, b"0")) + amount
-        self._shared.put(key, str(value).encode())
+        keys = self._keys()
+        value = int(keys.data.get(key, b"0")) + amount
+        keys.put(key, str(value).encode())
         return value
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to ``key``."""
-        self.set(key, self._shared.data.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value)))
+        self.set(key, self._keys().data.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it is ``expected``, or if it is absent and ``expected`` is empty; the value afterwards."""
+        data = self._keys().data
         wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
-        if self._shared.data.get(key, b"") == wanted:
+        if data.get(key, b"") == wanted:
             self.set(key, desired)
-        return self._shared.data.get(key, wanted)
+        return data.get(key, wanted)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
-        return all(key in self._shared.data for key in keys)
+        data = self._keys().data
+        return all(key in data for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set; a deadlock is found without a timeout."""
-        self._shared.wait(self._caller(), tuple(keys))
+        shared, rank = self._caller()
+        shared.wait(rank, tuple(keys))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of ``keys``; waits for all."""
@@ -112,11 +114,14 @@ class WorldStore(_Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         """Delete ``key``; whether it was there."""
-        return self._shared.data.pop(key, None) is not None
+        return self._keys().data.pop(key, None) is not None
 
     def num_keys(self) -> int:
         """How many keys are set."""
-        return len(self._shared.data)
+        return len(self._keys().data)
+
+    def _keys(self) -> SharedKeys:
+        return self._caller()[0]
 
     # The names under which c10d's C++ side looks for these two.
     deleteKey = delete_key
