@@ -336,3 +336,21 @@ def test_empty_tensors_and_subclasses_with_numbers_are_taken() -> None:
         return [*named.tolist(), *parameter.tolist()]
 
     assert run(program).results == [[2.0] * 4] * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_torch_cannot_compute_is_an_error_on_every_rank(is_async: bool) -> None:
+    def reduce(tensor: torch.Tensor) -> None:
+        work = dist.all_reduce(tensor, async_op=is_async)
+        if work is not None:
+            work.wait()
+
+    def program() -> tuple[str, float]:
+        with pytest.raises(RuntimeError, match="Expected a collective that torch can compute but it raised NotImplementedError") as raised:
+            reduce(torch.ones(4).to(torch.float8_e4m3fn))
+        ones = torch.ones(1)
+        reduce(ones)  # the next one meets again
+        return str(raised.value.__cause__), ones.item()
+
+    found = simulate(program, 3).results
+    assert {number for _, number in found} == {3.0} and all("Float8" in cause for cause, _ in found)

@@ -143,8 +143,7 @@ class Endpoint:
         def deliver() -> None:
             if watch is not None and watch.touched():
                 self._add_hazard(index, "written in flight")
-            if meeting.results is not None:
-                self._write(call.outputs, meeting.results[group.group_rank])
+            self._write(call.outputs, meeting.result_of(group.group_rank))
 
         return self._work(SimWork(self, meeting, deliver, call.outputs), index, call.is_async)
 

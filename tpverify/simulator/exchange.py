@@ -40,17 +40,29 @@ class Call:
 
 @dataclass(eq=False)
 class Meeting:
-    """One collective of one group, until all its ranks have come."""
+    """One collective of one group, until all its ranks have come; ``error`` is why torch cannot compute it."""
 
     members: tuple[int, ...]
     records: dict[int, Record] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)
     results: collectives.Results | None = None
+    error: Exception | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the results are there."""
-        return self.results is not None
+        """Whether all ranks have come."""
+        return self.results is not None or self.error is not None
+
+    def result_of(self, group_rank: int) -> list[Tensor]:
+        """What one rank is handed, of a meeting that is done.
+
+        Raises:
+            RuntimeError: torch cannot compute it: for every rank, as on a real backend.
+        """
+        if self.results is None:
+            said = f"{type(self.error).__name__}: {self.error}"
+            raise RuntimeError(f"Expected a collective that torch can compute but it raised {said}") from self.error
+        return self.results[group_rank]
 
     def describe(self, rank: int) -> str:
         """What ``rank`` waits for, and whom."""
@@ -240,9 +252,14 @@ class Exchange:
 
     def _compute(self, meeting: Meeting, call: Call) -> None:
         inputs = [meeting.calls[rank].inputs for rank in range(len(meeting.members))]
-        with PlainTensors():
-            results = collectives.compute(call.kind, inputs, call.reduce_op, self._order, call.root)
-            if self._perturb is not None:
+        try:
+            with PlainTensors():
+                results = collectives.compute(call.kind, inputs, call.reduce_op, self._order, call.root)
+        except Exception as error:  # an operation that torch lacks for a dtype, say
+            meeting.error = error
+            return
+        if self._perturb is not None:
+            with PlainTensors():
                 results = self._perturb(meeting, results)
         self._check_sizes(meeting, results)
         meeting.results = results

@@ -33,13 +33,20 @@ def activations(
 
 @st.composite
 def divisible(draw: st.DrawFn, world_size: int, flawed: bool = False, largest: int = 3) -> int:
-    """A multiple of ``world_size``, or if ``flawed`` some other positive number.
+    """A multiple of ``world_size``, or if ``flawed`` some other positive number: every other time one whose double is a multiple.
+
+    Such a size passes where two blocks are asked for at once, a fused gate and up, say.
 
     Args:
         largest: largest size per rank.
     """
-    size = draw(st.integers(1, largest)) * world_size
-    return size - draw(st.integers(1, world_size - 1)) if flawed else size
+    size: int = draw(st.integers(1, largest)) * world_size
+    if not flawed:
+        return size
+    any_number = [*range(1, world_size)]
+    halves = [] if world_size % 2 else [world_size // 2] * (world_size - 2)
+    missing: int = draw(st.sampled_from(any_number + halves))
+    return size - missing
 
 
 def uneven_sizes(world_size: int, largest: int = 3) -> st.SearchStrategy[int]:
