@@ -114,20 +114,27 @@ def test_every_rank_knows_of_its_world_what_the_first_was_told_by_c10d() -> None
     assert first["by name"] and first["members"] == [0, 1, 2]
 
 
-def test_the_store_says_so_on_a_thread_that_is_no_rank() -> None:
-    def program() -> str:
-        messages: list[str] = []
+def test_the_first_group_s_store_is_the_ranks_own_and_shared_by_all() -> None:
+    def program() -> tuple[bytes, list[str], bool]:
+        store = c10d._get_default_store()
+        store.set(f"of {dist.get_rank()}", str(dist.get_rank()))
+        read = store.get(f"of {(dist.get_rank() + 1) % dist.get_world_size()}")
+        stuck: list[str] = []
 
-        def ask(store: Any) -> None:
+        def wait() -> None:
             try:
-                store.get("key")
+                store.get("nobody sets this")
             except RuntimeError as error:
-                messages.append(str(error))
+                stuck.append(str(error))
 
-        helper = threading.Thread(target=ask, args=(c10d._get_default_store(),), name="helper")
+        helper = threading.Thread(target=wait, name="helper")
         helper.start()
         helper.join()
-        return messages[0]
+        dist.barrier()
+        return read, stuck, store.check(["tpverify"])
 
-    (message,) = simulate(program, 1).results
-    assert "Expected the store to be used on a rank's thread but got thread='helper'" in message
+    for _ in range(2):  # the second time none is initialised through c10d
+        found = simulate(program, 3).results
+        assert [read for read, _, _ in found] == [b"1", b"2", b"0"]
+        assert not any(left for _, _, left in found)
+        assert all("on the rank's own thread but got thread='helper'" in stuck[0] for _, stuck, _ in found)

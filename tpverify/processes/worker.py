@@ -32,6 +32,7 @@ from tpverify.simulator.endpoint import Endpoint
 from tpverify.simulator.failures import rank_error
 from tpverify.simulator.process_group import SimProcessGroup
 from tpverify.simulator.rank_state import RankState
+from tpverify.simulator.rank_world import RankWorld
 from tpverify.simulator.recorder import Recorder, call_sites, hooks, recording
 from tpverify.subjects.subject import Subject
 
@@ -156,15 +157,20 @@ class _Rendezvous(Rendezvous):
 
     def __init__(self, backends: Backends, announcer: Announcer, case: int, world_size: int) -> None:
         self.world_size = world_size
-        self.models = {}  # this store is of one case
         self._backends = backends
         self.backend = backends.name
         self._announcer = announcer
         self._case = case
 
-    def store(self) -> Any:
+    def store(self, rank: int) -> Any:
         """The processes' store, fresh for each case."""
         return _bindings.PrefixStore(f"case{self._case}", self._backends.store)
+
+    def model(self) -> None:
+        """Each case's groups are over real ones."""
+
+    def learn(self, world: RankWorld) -> None:
+        """There is nothing to learn for the next case."""
 
     def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """A recorded group over a real one."""

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import CellType
@@ -19,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from tpverify.simulator.endpoint import Endpoint
 from tpverify.simulator.process_group import SimProcessGroup
 from tpverify.simulator.rank_world import Model, RankWorld
-from tpverify.simulator.store import SharedKeys, WorldStore
+from tpverify.simulator.store import RankStore, SharedKeys
 from tpverify.thread_state import thread_state
 
 BACKEND = "sim"
@@ -43,7 +42,6 @@ class Rendezvous:
 
     Attributes:
         backend: what ``get_backend`` answers as long as the program has not named a backend.
-        models: by world size, what c10d knows when a rank has initialised its first world; all ranks' begin alike, in every run.
     """
 
     backend = "gloo"
@@ -51,11 +49,18 @@ class Rendezvous:
     def __init__(self, keys: SharedKeys, world_size: int) -> None:
         self.keys = keys
         self.world_size = world_size
-        self.models = _models
 
-    def store(self) -> Any:
-        """The world's store."""
-        return _store
+    def store(self, rank: int) -> Any:
+        """One rank's view of the world's store."""
+        return RankStore(self.keys, rank)
+
+    def model(self) -> Model | None:
+        """What c10d knows when a rank has initialised its first world, which is the same on all ranks and in all runs; if known."""
+        return _models.get(self.world_size)
+
+    def learn(self, world: RankWorld) -> None:
+        """A rank has initialised its first world through c10d."""
+        _models[self.world_size] = world.model(self.keys.data)
 
     def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """One rank's view of a new group."""
@@ -83,25 +88,25 @@ class _Session:
         self.worlds = 0
         self.claimed = False
         self.initialising = False
-        self.rendezvous = rendezvous
+        self._rendezvous = rendezvous
+        self._store = rendezvous.store(endpoint.rank)  # kept: c10d's C++ side does not keep the Python object
 
     def initialise(self) -> None:
         """Initialise the next world."""
         self.worlds += 1
         own: RankWorld = c10d._world  # type: ignore[assignment]
-        size, models = self.rendezvous.world_size, self.rendezvous.models
-        if self.worlds > 1:
-            self._initialise()
-        elif size in models:
-            self._follow(models[size], own)
-        else:
-            self._initialise()
-            models[size] = own.model()
+        model = self._rendezvous.model() if self.worlds == 1 else None
+        if model is not None:
+            self._follow(model, own)
+            return
+        self._initialise()
+        if self.worlds == 1:
+            self._rendezvous.learn(own)
 
     def _initialise(self) -> None:
         self.initialising = True
-        store = _bindings.PrefixStore(f"world{self.worlds}", self.rendezvous.store())
-        dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=self.rendezvous.world_size)
+        store = _bindings.PrefixStore(f"world{self.worlds}", self._store)
+        dist.init_process_group(BACKEND, store=store, rank=self.endpoint.rank, world_size=self._rendezvous.world_size)
         self.initialising = False
 
     def _follow(self, model: Model, own: RankWorld) -> None:
@@ -109,13 +114,13 @@ class _Session:
         group = self.group(model.name, self.endpoint.rank, model.members)
         group._set_group_name(model.name)
         group._set_group_desc(model.desc)
-        own.follow(model, group)
+        own.follow(model, group, self._store)
         _bindings._register_process_group(model.name, group)
 
     def named(self, backend: Any) -> str:
         """What ``get_backend`` answers for a group: what the program asked for."""
         name = str(backend).lower()
-        return self.rendezvous.backend if name in _UNNAMED else name
+        return self._rendezvous.backend if name in _UNNAMED else name
 
     def claim(self, arguments: dict[str, Any]) -> None:
         """The rank's program calls ``init_process_group``: the first time in a world, it is as if it had made it.
@@ -123,7 +128,7 @@ class _Session:
         Raises:
             ValueError: the world is initialised twice, or as another rank or size than this one.
         """
-        for name, own in (("rank", self.endpoint.rank), ("world_size", self.rendezvous.world_size)):
+        for name, own in (("rank", self.endpoint.rank), ("world_size", self._rendezvous.world_size)):
             given = arguments.get(name)
             if given not in (None, -1, own):
                 raise ValueError(f"Expected init_process_group with {name}={own} on this rank but got {name}={given}")
@@ -140,7 +145,7 @@ class _Session:
 
     def group(self, name: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """This rank's view of a new group."""
-        return self.rendezvous.group(self.endpoint, name, self.key(name), group_rank, members)
+        return self._rendezvous.group(self.endpoint, name, self.key(name), group_rank, members)
 
 
 def _session() -> _Session | None:
@@ -148,15 +153,6 @@ def _session() -> _Session | None:
     return session
 
 
-def _calling() -> tuple[SharedKeys, int]:
-    session = _session()
-    if session is None:
-        name = threading.current_thread().name
-        raise RuntimeError(f"Expected the store to be used on a rank's thread but got thread={name!r}: let it hand its keys to the rank")
-    return session.rendezvous.keys, session.endpoint.rank
-
-
-_store = WorldStore(_calling)
 _models: dict[int, Model] = {}
 
 

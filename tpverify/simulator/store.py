@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,7 @@ class _KeyWait:
 
 
 class SharedKeys:
-    """The keys and values of a world, and which ranks wait for one."""
+    """What all ranks' stores share."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -54,54 +53,47 @@ class SharedKeys:
         self.scheduler.wait_until(rank, wait)
 
 
-class WorldStore(_Store):  # type: ignore[misc]
-    """The store of the world whose rank calls, with c10d's interface.
+class RankStore(_Store):  # type: ignore[misc]
+    """One rank's view of the world's store, with c10d's interface."""
 
-    Args:
-        caller: the keys of the world, and the rank, that run on this thread.
-    """
-
-    def __init__(self, caller: Callable[[], tuple[SharedKeys, int]]) -> None:
+    def __init__(self, shared: SharedKeys, rank: int) -> None:
         super().__init__()
-        self._caller = caller
+        self._shared = shared
+        self._rank = rank
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key``."""
-        self._keys().put(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._shared.put(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         """The value of ``key``; waits until it is set."""
-        self.wait([key])
-        return self._keys().data[key]
+        self._shared.wait(self._rank, (key,))
+        return self._shared.data[key]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; the new value."""
-        keys = self._keys()
-        value = int(keys.data.get(key, b"0")) + amount
-        keys.put(key, str(value).encode())
+        value = int(self._shared.data.get(key, b"0")) + amount
+        self._shared.put(key, str(value).encode())
         return value
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to ``key``."""
-        self.set(key, self._keys().data.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value)))
+        self.set(key, self._shared.data.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it is ``expected``, or if it is absent and ``expected`` is empty; the value afterwards."""
-        data = self._keys().data
         wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
-        if data.get(key, b"") == wanted:
+        if self._shared.data.get(key, b"") == wanted:
             self.set(key, desired)
-        return data.get(key, wanted)
+        return self._shared.data.get(key, wanted)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
-        data = self._keys().data
-        return all(key in data for key in keys)
+        return all(key in self._shared.data for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set; a deadlock is found without a timeout."""
-        shared, rank = self._caller()
-        shared.wait(rank, tuple(keys))
+        self._shared.wait(self._rank, tuple(keys))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values of ``keys``; waits for all."""
@@ -114,14 +106,11 @@ class WorldStore(_Store):  # type: ignore[misc]
 
     def delete_key(self, key: str) -> bool:
         """Delete ``key``; whether it was there."""
-        return self._keys().data.pop(key, None) is not None
+        return self._shared.data.pop(key, None) is not None
 
     def num_keys(self) -> int:
         """How many keys are set."""
-        return len(self._keys().data)
-
-    def _keys(self) -> SharedKeys:
-        return self._caller()[0]
+        return len(self._shared.data)
 
     # The names under which c10d's C++ side looks for these two.
     deleteKey = delete_key
