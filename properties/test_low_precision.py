@@ -195,8 +195,14 @@ def test_what_a_row_may_be_off_by() -> None:
     for size in (1, 4, 8):
         expected = torch.tensor([(1 + 2 * math.sqrt(size)) * 0.1 + 8 * U * 5 + 4 * U * typical, 4 * U * typical], dtype=torch.float64)
         torch.testing.assert_close(allowed_errors(single, oracle, size, torch.bfloat16), expected)
-    wide = allowed_errors(single, oracle, 1, torch.bfloat16, spread=torch.full((2, 2), 1.0, dtype=torch.float64))
+    ones, nothing = torch.ones(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    wide = allowed_errors(single, oracle, 1, torch.bfloat16, spread=Spread(ones, nothing, 0.0))
     assert float(wide[1]) == pytest.approx(3 * 2 * math.sqrt(2) + 4 * U * typical)
+    plain = allowed_errors(single, oracle, 1, torch.bfloat16)
+    for inside, counts in ((0.3, False), (0.6, True)):  # of a row of norm 5, an eighth of which is 0.625
+        noisy = allowed_errors(single, oracle, 1, torch.bfloat16, spread=Spread(nothing, inside * ones, 0.0))
+        assert (float(noisy[0]) > float(plain[0])) == counts
+        assert float(noisy[1]) == pytest.approx(3 * 2 * inside * math.sqrt(2) + 4 * U * typical)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -219,7 +225,7 @@ def test_what_a_scale_may_be_off_by() -> None:
     noise = oracle + 0.1 * oracle.flip(0)
     noisy = allowed_scale(noise, noise, oracle, 4096, 4, torch.bfloat16)
     assert noisy > 0.064  # where errors are of ten per cent, one per cent is none
-    again = Spread(torch.zeros_like(oracle), 0.0)
+    again = Spread(torch.zeros_like(oracle), torch.zeros_like(oracle), 0.0)
     factor, independent = 1.01 * oracle, oracle + 0.01 * oracle.flip(0)
     for elements, tells in ((16, False), (4096, True)):
         few = (single[:elements], oracle[:elements], elements, 4, torch.bfloat16, again)

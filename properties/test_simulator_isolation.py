@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.modules import module as module_hooks
 
 from tpverify.errors import RankError, SimulationError
-from tpverify.simulator import rank_threads, recorder
+from tpverify.simulator import recorder
 from tpverify.simulator.world import simulate
 
 MODULE = "tpverify_rank_local_state"
@@ -156,8 +156,7 @@ def snapshot() -> dict[str, Any]:
     """Everything process-wide that a run touches."""
     optimizers = sys.modules["torch.optim.optimizer"]
     return {
-        "threads": [thread.name for thread in threading.enumerate() if thread.name != rank_threads.IDLE],
-        "too many idle": sum(thread.name == rank_threads.IDLE for thread in threading.enumerate()) > rank_threads.KEPT,
+        "threads": threading.active_count(),
         "excepthook": sys.excepthook,
         "world": c10d._world,
         "backend": (c10d._backend, c10d._default_pg_init_method),
@@ -372,27 +371,23 @@ def test_a_run_leaves_the_generators_of_earlier_runs_alone() -> None:
     assert [str(generator.state) for generator in kept] == states
 
 
-@pytest.mark.parametrize("method", ["start", "perform"])
-def test_an_interrupt_while_ranks_are_started_leaves_no_thread(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = getattr(rank_threads.RankThread, method)
-    begun: list[rank_threads.RankThread] = []
+def test_an_interrupt_while_ranks_are_started_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
 
-    def interrupted(self: rank_threads.RankThread, *args: Any) -> None:
-        original(self, *args)
-        begun.append(self)
-        if len(begun) == 2:
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        if self.name == "rank 1":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(rank_threads, "_waiting", [])
-    monkeypatch.setattr(rank_threads.RankThread, method, interrupted)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
     world, rank = c10d._world, os.environ.get("RANK")
     ran: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         simulate(lambda: ran.append(dist.get_rank()), 4)
     monkeypatch.undo()
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(thread.is_alive() for thread in begun):
+    while time.monotonic() < deadline and any(thread.name.startswith("rank ") for thread in threading.enumerate()):
         time.sleep(0.01)
-    assert len(begun) == 2 and not any(thread.is_alive() for thread in begun)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
     assert ran == []
     assert c10d._world is world and os.environ.get("RANK") == rank  # no rank has taken over the process after its end

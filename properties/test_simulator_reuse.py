@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,79 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tpverify.errors import RankError
 from tpverify.simulator import numpy_random, python_random
 from tpverify.simulator.world import simulate
 
 
-def test_numpys_generators_are_kept_from_run_to_run_unless_a_program_holds_one() -> None:
+def bits_of_rank_one() -> Any:
+    return np.random.get_bit_generator() if dist.get_rank() == 1 else None
+
+
+def spawns() -> list[int]:
+    return [child.random_raw() for child in np.random.get_bit_generator().spawn(2)] if dist.get_rank() == 1 else []
+
+
+def seeds() -> None:
+    if dist.get_rank() == 1:
+        np.random.seed(3)
+
+
+def left_in_the_lock() -> Any:
+    if dist.get_rank() != 1:
+        return None
+    lock = np.random.get_bit_generator().lock
+    lock.acquire()
+    return lock
+
+
+@pytest.mark.parametrize("program", [bits_of_rank_one, spawns, seeds, left_in_the_lock])
+def test_numpys_generators_are_kept_from_run_to_run_unless_one_is_no_longer_as_new(program: Callable[[], Any]) -> None:
     kept = numpy_random._kept
-    simulate(lambda: np.random.rand(), 3)
+    draws = simulate(lambda: np.random.rand(), 3).results
     before = [id(twister) for twister in kept]
-    simulate(lambda: np.random.rand(), 3, seed=1)
+    assert simulate(lambda: np.random.rand(), 3, seed=1).results != draws
     assert [id(twister) for twister in kept] == before
-    held = simulate(lambda: np.random.get_bit_generator() if dist.get_rank() == 1 else None, 3).results
-    simulate(lambda: np.random.rand(), 3)
+    held = simulate(program, 3).results
+    assert simulate(lambda: np.random.rand(), 3).results == draws
     assert [id(twister) == old for twister, old in zip(kept, before, strict=True)][:3] == [True, False, True], held
+
+
+def test_what_numpys_generator_spawns_is_the_ranks_own_and_reproducible() -> None:
+    def program() -> tuple[int, ...]:
+        return tuple(child.random_raw() for child in np.random.get_bit_generator().spawn(2))
+
+    first = simulate(program, 3).results
+    assert simulate(program, 3).results == first and len({number for numbers in first for number in numbers}) == 6
+
+
+@pytest.mark.parametrize(("bits", "found"), [(np.random.MT19937, True), (np.random.MT19937, False), (np.random.PCG64, True)])
+def test_a_gaussian_left_over_is_the_ranks_own(bits: Any, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numpy_random._left_over() is not None, "expected numpy's struct where this runs"
+    if not found:
+        monkeypatch.setattr(numpy_random, "_left_over", lambda: None)
+
+    def program() -> list[float]:
+        np.random.set_bit_generator(bits(7 + dist.get_rank()))
+        values = [np.random.randn()]  # leaves a second one over
+        dist.barrier()
+        return [*values, np.random.randn(), np.random.randn()]
+
+    assert simulate(program, 3).results == [np.random.RandomState(bits(7 + rank)).randn(3).tolist() for rank in range(3)]
+    np.random.seed(5)
+    expected = np.random.randn(3).tolist()
+    np.random.seed(5)
+    first = np.random.randn()
+    simulate(program, 2)
+    assert [first, *np.random.randn(2).tolist()] == expected
+
+
+def test_a_gaussian_put_there_before_anything_was_drawn_stays() -> None:
+    def program() -> float:
+        np.random.set_state(np.random.get_state(legacy=False) | {"has_gauss": 1, "gauss": 7.0 + dist.get_rank()})
+        dist.barrier()
+        return float(np.random.randn())
+
+    assert simulate(program, 3).results == [7.0, 8.0, 9.0]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -62,27 +122,34 @@ def test_an_interpreter_whose_generators_are_laid_out_otherwise_is_noticed() -> 
     assert python_random._memory(Shifted(3)) is None
 
 
-def test_a_run_stays_on_one_core_and_gives_the_others_back() -> None:
-    if not hasattr(os, "sched_getaffinity"):
-        pytest.skip("only Linux tells threads where to stay")
+linux = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux tells threads where to stay")
+
+
+@linux
+def test_ranks_stay_on_one_core_and_nobody_else_does() -> None:
     before = os.sched_getaffinity(0)
     assert torch.get_num_threads() == 1
     found = simulate(lambda: os.sched_getaffinity(0), 3).results
     assert all(len(cores) == 1 and cores == found[0] for cores in found)
     assert os.sched_getaffinity(0) == before
-    with pytest.raises(RankError):
-        simulate(lambda: 1 / 0, 2)
-    assert os.sched_getaffinity(0) == before
 
 
-def test_a_run_whose_operations_have_helpers_has_all_cores() -> None:
-    if not hasattr(os, "sched_getaffinity"):
-        pytest.skip("only Linux tells threads where to stay")
+@linux
+def test_ranks_whose_operations_have_helpers_have_all_cores() -> None:
     torch.set_num_threads(2)
     try:
         assert simulate(lambda: os.sched_getaffinity(0), 2).results == [os.sched_getaffinity(0)] * 2
     finally:
         torch.set_num_threads(1)
+
+
+@linux
+def test_where_threads_may_not_be_told_they_run_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: int, cores: set[int]) -> None:
+        raise PermissionError(1, "not here")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    assert simulate(lambda: os.sched_getaffinity(0), 2).results == [os.sched_getaffinity(0)] * 2
 
 
 def test_every_rank_knows_of_its_world_what_the_first_was_told_by_c10d() -> None:

@@ -19,6 +19,9 @@ SCALE = 0.64
 TAIL = 2.0
 """What a rare row is off by, relative to the largest error that five runs show."""
 
+LEFT = 1 / 8
+"""Of a row's norm: with a larger error the row has less than three bits."""
+
 INDEPENDENT = 4.0
 """Standard deviations of a sum of errors of independent sign."""
 
@@ -28,16 +31,18 @@ class Spread:
     """How far the single-device run is from the oracle, and the oracle from itself, when all values are off by a rounding.
 
     Attributes:
-        error: by element, the largest such difference, also with all results of operations off by one, float64.
+        error: by element, the largest such difference, float64.
+        inside: by element, the largest error of single-device runs whose operations round at random, float64.
         scale: the largest error of the scale of a single-device run, see :func:`scale_of`.
     """
 
     error: torch.Tensor
+    inside: torch.Tensor
     scale: float
 
 
 def allowed_errors(
-    single: torch.Tensor, oracle: torch.Tensor, world_size: int, dtype: torch.dtype, spread: torch.Tensor | None = None
+    single: torch.Tensor, oracle: torch.Tensor, world_size: int, dtype: torch.dtype, spread: Spread | None = None
 ) -> torch.Tensor:
     """By row, the norm that the error of correct parallel code may have: ``(1 + 2 sqrt(W)) |s - o| + 8u |o| + 4u |o|_F / sqrt(rows)``.
 
@@ -52,17 +57,19 @@ def allowed_errors(
 
     That is enough where a row holds some numbers. In a tensor of very few, all of which nearly cancel, the norms of ``s - o``
     and ``o`` are both far below the terms'. A case that fails is therefore looked at again with a ``spread``: the largest error
-    of single-device runs from values that are off by a rounding, the largest change of the oracle for the same values, and its
-    largest change when each operation's result is off by one (:class:`tpverify.rounding.RandomRounding`). The first is
-    ``|s - o|`` without its luck, the second has the size of a rounding of the terms, the third knows what cancels inside: the
-    gradients of queries, say, whose keys are equal because tokens repeat, and remain so for other values. All count twice: the
-    largest of five is a bit more than one standard deviation of a row's error, and a case has hundreds of rows, a campaign millions.
+    of single-device runs from values that are off by a rounding, and the largest change of the oracle for the same values.
+    The first is ``|s - o|`` without its luck, the second has the size of a rounding of the terms. Both count twice: the largest
+    of five is a bit more than one standard deviation of a row's error, and a case has hundreds of rows, a campaign millions.
+
+    What is equal stays equal when values move: where tokens repeat, so do keys, and the gradients of their queries are differences
+    of equal numbers, zero by luck in ``s`` and noise in other correct code. That shows in single-device runs whose operations
+    round at random (:class:`tpverify.rounding.RandomRounding`). They count where they leave a row less than three bits.
 
     Args:
         single, oracle: ``s`` and ``o``, of one shape.
         world_size: W.
         dtype: the working dtype; u is its unit roundoff.
-        spread: by element; taken in the place of ``|s - o|`` where it is the larger.
+        spread: of these rows; taken in the place of ``|s - o|`` where it is the larger.
 
     Returns:
         float64, of shape ``oracle.shape[:-1]``; a tensor of less than two dimensions is one row.
@@ -72,7 +79,9 @@ def allowed_errors(
     typical = _norms(own.flatten()) / math.sqrt(max(1, own.numel()))
     error = _differences(single, oracle)
     if spread is not None:
-        error = torch.maximum(error, TAIL * _rows(spread))
+        inside = _rows(spread.inside)
+        cancelled = _norms(inside) > LEFT * own
+        error = torch.maximum(error, TAIL * torch.maximum(_rows(spread.error), torch.where(cancelled.unsqueeze(-1), inside, 0.0)))
     u = unit_roundoff(dtype)
     return (1 + 2 * math.sqrt(world_size)) * _norms(error) + ROW * u * own + TYPICAL * u * typical
 
@@ -137,7 +146,7 @@ def row_ratios(
     oracle: torch.Tensor,
     world_size: int,
     dtype: torch.dtype,
-    spread: torch.Tensor | None = None,
+    spread: Spread | None = None,
     noise: float = 0.0,
 ) -> torch.Tensor:
     """By row, the error relative to what is allowed: beyond 1 it is a violation; see :func:`allowed_errors`.

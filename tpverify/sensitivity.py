@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from tpverify.tolerance import relative_error, row_errors, unit_roundoff
 
 REPEATS = 5
 """How often the reference runs with values that are off by a rounding."""
+ROUNDED = 10
+"""How often it runs with operations that round at random, of which each does so in one place of six."""
 
 
 def measure(comparisons: Sequence[Comparison], device: str = CPU) -> None:
@@ -53,7 +56,7 @@ def spread(comparison: Comparison, group: int, device: str = CPU) -> dict[str, S
     subject, case = comparison.subject, comparison.case
     assert comparison.reference.oracle is not None
     base = dict(_tensors(comparison.reference.oracle))
-    found = {label: Spread(torch.zeros_like(tensor), 0.0) for label, tensor in base.items() if tensor.is_floating_point()}
+    found = {label: _nothing(tensor) for label, tensor in base.items() if tensor.is_floating_point()}
     rounding = 2 * unit_roundoff(comparison.dtype)
 
     def tensors(values_as: AbstractContextManager[None], dtype: torch.dtype | None, arithmetic: Any = None) -> dict[str, torch.Tensor]:
@@ -64,24 +67,32 @@ def spread(comparison: Comparison, group: int, device: str = CPU) -> dict[str, S
 
     for repeat in range(REPEATS):
         single, oracle = (tensors(values.shaken(repeat, rounding), dtype) for dtype in (None, torch.float64))
-        inside = tensors(contextlib.nullcontext(), torch.float64, RandomRounding(repeat, rounding))
         for label, known in found.items():
-            found[label] = _wider(known, base[label], single.get(label), oracle.get(label), inside.get(label))
+            found[label] = _wider(known, base[label], single.get(label), oracle.get(label))
+    for repeat in range(ROUNDED):
+        inside = tensors(contextlib.nullcontext(), None, RandomRounding(repeat))
+        for label, known in found.items():
+            found[label] = dataclasses.replace(known, inside=_farther(known.inside, inside.get(label), base[label]))
     return found
 
 
-def _wider(
-    known: Spread, base: torch.Tensor, single: torch.Tensor | None, oracle: torch.Tensor | None, inside: torch.Tensor | None
-) -> Spread:
-    error, scale = known.error, known.scale
-    pairs = [(single, oracle), (oracle, base), (inside, base)]
-    for one, other in pairs:
-        if one is not None and other is not None and one.shape == other.shape == base.shape:
-            error = torch.maximum(error, (one.double() - other.double()).abs().nan_to_num(nan=0.0))
-    if single is not None and oracle is not None and single.shape == oracle.shape:
-        apart = abs(scale_of(single, oracle) - 1.0)
-        scale = max(scale, apart if math.isfinite(apart) else 0.0)
-    return Spread(error, scale)
+def _nothing(tensor: torch.Tensor) -> Spread:
+    return Spread(torch.zeros_like(tensor), torch.zeros_like(tensor), 0.0)
+
+
+def _wider(known: Spread, base: torch.Tensor, single: torch.Tensor | None, oracle: torch.Tensor | None) -> Spread:
+    if single is None or oracle is None or not single.shape == oracle.shape == base.shape:
+        return known  # the values as drawn do run; others are of no use then
+    apart = abs(scale_of(single, oracle) - 1.0)
+    error = _farther(_farther(known.error, single, oracle), oracle, base)
+    return Spread(error, known.inside, max(known.scale, apart if math.isfinite(apart) else 0.0))
+
+
+def _farther(known: torch.Tensor, one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """By element, the larger of what is known and how far two tensors are apart, if there are two."""
+    if one is None or one.shape != other.shape:
+        return known
+    return torch.maximum(known, (one.double() - other.double()).abs().nan_to_num(nan=0.0))
 
 
 def sensitivity(comparison: Comparison, group: int, device: str = CPU) -> dict[str, float]:

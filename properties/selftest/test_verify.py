@@ -39,7 +39,6 @@ import tpverify as tpv
 from tpverify import strategies, verification
 from tpverify.options import WORLD_VARIABLE
 from tpverify.processes.world import process_world
-from tpverify.simulator import rank_threads
 from tpverify.subjects.mappings import reduce_from_region
 
 
@@ -308,7 +307,7 @@ def test_only_the_checks_asked_for_are_applied() -> None:
 def state() -> tuple[Any, ...]:
     """What a process must find as it left it."""
     generators = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
-    threads = sorted(thread.name for thread in threading.enumerate() if thread.name != rank_threads.IDLE)
+    threads = sorted(thread.name for thread in threading.enumerate())
     return torch.get_default_dtype(), generators, threads, dict(os.environ), dist.is_initialized(), torch.is_grad_enabled()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from tpverify.checks.margin import note
-from tpverify.low_precision import allowed_scale, error_norms, row_ratios, scale_of
+from tpverify.low_precision import Spread, allowed_scale, error_norms, row_ratios, scale_of
 from tpverify.run import Comparison, Placed
 from tpverify.sharding import shard
 from tpverify.tolerance import unit_roundoff
@@ -48,7 +48,10 @@ class Errors:
         if not placed.local.numel():
             return ""
         single, oracle = (shard(tensor, placed.layout, rank, self._size) for tensor in (self._single, self._oracle))
-        spread = None if self._spread is None else shard(self._spread.error, placed.layout, rank, self._size)
+        spread = self._spread
+        if spread is not None:
+            errors, inside = (shard(tensor, placed.layout, rank, self._size) for tensor in (spread.error, spread.inside))
+            spread = Spread(errors, inside, spread.scale)
         noise = self._rounding * math.sqrt(oracle.shape[-1] if oracle.dim() else 1) if self._cancels else 0.0
         ratios = row_ratios(placed.local, single, oracle, self._size, self._dtype, spread, noise).reshape(-1)
         worst = int(ratios.argmax())

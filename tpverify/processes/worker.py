@@ -167,10 +167,10 @@ class _Rendezvous(Rendezvous):
         return _bindings.PrefixStore(f"case{self._case}", self._backends.store)
 
     def model(self) -> None:
-        """Each case's groups are over real ones."""
+        """No other rank initialises its world in this process."""
 
     def learn(self, world: RankWorld) -> None:
-        """There is nothing to learn for the next case."""
+        """There is nobody who could use it."""
 
     def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """A recorded group over a real one."""

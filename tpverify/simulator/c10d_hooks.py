@@ -49,18 +49,19 @@ class Rendezvous:
     def __init__(self, keys: SharedKeys, world_size: int) -> None:
         self.keys = keys
         self.world_size = world_size
+        self._model: Model | None = None
 
     def store(self, rank: int) -> Any:
         """One rank's view of the world's store."""
         return RankStore(self.keys, rank)
 
     def model(self) -> Model | None:
-        """What c10d knows when a rank has initialised its first world, which is the same on all ranks and in all runs; if known."""
-        return _models.get(self.world_size)
+        """What c10d knows when a rank has initialised its first world, which is the same on all ranks; once one has."""
+        return self._model
 
     def learn(self, world: RankWorld) -> None:
         """A rank has initialised its first world through c10d."""
-        _models[self.world_size] = world.model(self.keys.data)
+        self._model = world.model(self.keys.data)
 
     def group(self, endpoint: Endpoint, name: str, key: str, group_rank: int, members: tuple[int, ...]) -> SimProcessGroup:
         """One rank's view of a new group."""
@@ -151,9 +152,6 @@ class _Session:
 def _session() -> _Session | None:
     session: _Session | None = thread_state.session
     return session
-
-
-_models: dict[int, Model] = {}
 
 
 def _name_backend(group: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's threads are carried out: on one core, since one of them runs at a time, and waking one on another core takes long."""
+"""Where ranks run: all on one core, since one of them runs at a time, and waking a thread on another core takes long."""
 
 from __future__ import annotations
 
@@ -6,41 +6,25 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-Cores = set[int]
 
+def core_to_stay_on() -> int | None:
+    """The core on which the caller is; None = threads had better move.
 
-@contextlib.contextmanager
-def one_core() -> Iterator[None]:
-    """Within the block this thread, and each that it starts, stays on the core on which it is.
-
-    On Linux only; and only if torch computes in one thread (``OMP_NUM_THREADS=1``), whose helpers would be put there too.
+    So it is if torch computes in several threads, whose helpers would be put there too; and where the system cannot tell.
     """
     current = _core_finder()
-    if current is None or torch.get_num_threads() > 1:
-        yield
-        return
-    before = cores_of(0)
-    stay_on({current()}, 0)
-    try:
-        yield
-    finally:
-        stay_on(before, 0)
+    return None if current is None or torch.get_num_threads() > 1 else current()
 
 
-def cores_of(thread: int) -> Cores:
-    """Where a thread may run, by its number in the system, 0 = this one; none where the system does not tell."""
-    return os.sched_getaffinity(thread) if hasattr(os, "sched_getaffinity") else set()
-
-
-def stay_on(cores: Cores, thread: int) -> Cores:
-    """Tell a thread where to run; where it may run then."""
-    with contextlib.suppress(OSError):  # a container may forbid it
-        os.sched_setaffinity(thread, cores)
-    return cores_of(thread)
+def stay_on(core: int | None) -> None:
+    """Keep this thread there for good, if there is such a core."""
+    if core is not None:
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, {core})
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import random
 import sys
 import threading
@@ -13,9 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tpverify.errors import CollectiveMismatch, Deadlock, RankTimeout, SimulationError
-from tpverify.simulator import rank_threads
 from tpverify.simulator.failures import deadlock, rank_error
-from tpverify.simulator.rank_threads import RankThread
+from tpverify.simulator.one_core import core_to_stay_on, stay_on
 from tpverify.simulator.recorder import call_sites
 
 
@@ -88,11 +86,14 @@ class Scheduler:
             SimulationError: what ended the run early.
         """
         __tracebackhide__ = True
-        threads: list[RankThread] = []
+        core = core_to_stay_on()
+        threads = [
+            threading.Thread(target=self._main, args=(rank, program, core), name=f"rank {rank}", daemon=True)
+            for rank, program in enumerate(programs)
+        ]
         try:
-            threads = rank_threads.take(self.world_size)
-            for rank, (thread, program) in enumerate(zip(threads, programs, strict=True)):
-                thread.perform(f"rank {rank}", functools.partial(self._main, rank, program))
+            for rank, thread in enumerate(threads):
+                thread.start()
                 self._runnable.append(rank)
             self._started = True
             self._pass_on()
@@ -105,16 +106,13 @@ class Scheduler:
                 if baton.locked():
                     with contextlib.suppress(RuntimeError):
                         baton.release()
-            rank_threads.dismiss(threads)
             raise
         for rank, thread in enumerate(threads):
             if rank not in self._abandoned:
-                thread.finished(GRACE_SECONDS)
+                thread.join(GRACE_SECONDS)
         self._over = True
         if self.failure is not None:
-            rank_threads.dismiss(threads)
             raise self.failure
-        rank_threads.give_back(threads)
 
     def admit(self, rank: int) -> None:
         """Let a rank's call in.
@@ -220,7 +218,8 @@ class Scheduler:
         self._batons[self._runnable.pop(index)].release()
         return True
 
-    def _main(self, rank: int, program: Callable[[], None]) -> None:
+    def _main(self, rank: int, program: Callable[[], None], core: int | None) -> None:
+        stay_on(core)
         self._batons[rank].acquire()
         if self._over:
             return

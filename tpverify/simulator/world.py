@@ -20,7 +20,6 @@ from tpverify.simulator.c10d_hooks import Rendezvous, current_endpoint, simulate
 from tpverify.simulator.collectives import REDUCTION_ORDERS
 from tpverify.simulator.endpoint import Capture, Endpoint
 from tpverify.simulator.exchange import Exchange, Perturb
-from tpverify.simulator.one_core import one_core
 from tpverify.simulator.rank_state import RankState
 from tpverify.simulator.recorder import Recorder, hooks, recording
 from tpverify.simulator.scheduler import Scheduler
@@ -73,7 +72,8 @@ def simulate(
 ) -> Simulation:
     """Run ``fn(*args)`` once per rank, inside an initialised ``torch.distributed`` world of ``world_size`` ranks.
 
-    One rank runs at a time, so the run is deterministic. Whatever backend the function names, its groups are simulated.
+    One rank runs at a time, so the run is deterministic. Whatever backend the function names, its groups are simulated. On Linux,
+    where torch computes in one thread (``OMP_NUM_THREADS=1``), the ranks' threads stay on one core.
 
     Args:
         fn: the rank program; asks ``torch.distributed`` for its rank as usual.
@@ -144,7 +144,6 @@ def run_world(
         stack.enter_context(state.outside())
         stack.enter_context(simulated_c10d())
         stack.enter_context(hooks())
-        stack.enter_context(one_core())
         scheduler = Scheduler(world_size, state, schedule)
         exchange = Exchange(scheduler, reduction_order, perturb)
         endpoints = [Endpoint(rank, scheduler, exchange, Recorder(), records, capture) for rank in range(world_size)]
