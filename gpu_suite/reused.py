@@ -54,6 +54,7 @@ NOT_REUSED = {
     "test_repair.py": "repairs are tried in the simulator, whatever found the failure",
     "test_diagnosis.py": "what is said of a case, in the simulator, whatever found it",
     "test_rounding.py": "how the reference rounds at random, in the second look that test_low_precision.py takes here too",
+    "test_dtensor_meshes.py": "how the placement of a DTensor is read, whatever the device",
     "test_drawing.py": "sizes that are drawn, which no device changes",
     "test_sharding.py": "pure functions of tensors on the CPU",
     "test_simulator.py": "the scheduler, which knows no device",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tpverify.errors import SubjectError
@@ -71,14 +71,16 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_placement(tensor: DTensor, name: str) -> Placement:
-    """The placement of a DTensor on its one mesh axis.
+    """The placement of a DTensor on the one axis of its mesh that has more than one rank.
 
     Raises:
-        SubjectError: the mesh has more than one axis.
+        SubjectError: more than one axis has.
     """
-    if len(tensor.placements) != 1:
-        raise SubjectError(f"Expected a DTensor on a mesh of one axis but got {name} with placements={tensor.placements}")
-    placement: Any = tensor.placements[0]
+    axes = [axis for axis, size in enumerate(tensor.device_mesh.shape) if size > 1]
+    if len(axes) > 1:
+        got = f"{name} with placements={tensor.placements} on a mesh of shape {tuple(tensor.device_mesh.shape)}"
+        raise SubjectError(f"Expected a DTensor on a mesh with one axis of more than one rank but got {got}")
+    placement: Any = tensor.placements[axes[0]] if axes else Replicate()
     if isinstance(placement, _StridedShard):  # DTensor's private word for blocks of equal size, each of which is sharded
         count = placement.split_factor
         return Placement(FusedShard(placement.dim, (Block(tensor.shape[placement.dim] // count),) * count))
