@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tpverify as tpv
 from tpverify.case import Case
+from tpverify.checks import contribution
 from tpverify.checks.catalogue import CHECKS
 from tpverify.lookup import builtin_subjects, read_case
 from tpverify.low_precision import Spread, allowed_errors, allowed_scale, row_ratios, scale_of
@@ -106,6 +107,27 @@ def test_a_bias_on_two_of_four_ranks_counts_twice() -> None:
     found = violations(bent(ROW, RowParallelLinear, BiasOnTwoRanks), ROW_CONFIG, 4, "bfloat16")
     counted = [violation for violation in found if violation.check == "contribution"]
     assert len(counted) == 1 and "bias counts 2.0" in counted[0].message and "rank" not in counted[0].message.partition("but")[2]
+
+
+ONE_FEATURE = [
+    "Case('mlp', MLPConfig(seq=2050, ffn=5, bias=False, sequence_parallel=True), world_size=5, dtype='bfloat16')",
+    "Case('swiglu_mlp', MLPConfig(seq=2049, ffn=3, activation='swiglu', bias=False), world_size=3, seed=8, dtype='bfloat16')",
+]
+"""Many tokens of one feature: every rank's part is a function of that one number, and so are the roundings of the sum."""
+
+
+@pytest.mark.parametrize("text", ONE_FEATURE)
+def test_roundings_that_look_like_a_part_are_no_count_of_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, case = read_case(text)
+    assert Session(subject).run(case) == ()
+    original = contribution._least_squares
+
+    def unweighted(columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        coefficients, errors, weights = original(columns, values)
+        return coefficients, errors, torch.ones_like(weights)
+
+    monkeypatch.setattr(contribution, "_least_squares", unweighted)
+    assert {violation.check for violation in Session(subject).run(case)} == {"contribution"}
 
 
 class Twice(RowParallelLinear):

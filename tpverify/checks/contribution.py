@@ -17,7 +17,8 @@ PER_UNKNOWN = 8
 
 HALF_A_TIME, ERRORS = 0.5, 8.0
 """A coefficient is a finding where it is beyond half a contribution, beyond so many of its standard errors, and beyond what it
-would be if all roundings together looked like that one addend: they do where few numbers are distinct."""
+would be if all roundings together looked like what that addend has and the others have not: they do where few numbers are distinct,
+and where all addends are functions of one number, so that they are nearly alike, and roundings one more such function."""
 
 
 def contribution(comparison: Comparison) -> list[Finding] | None:
@@ -93,8 +94,8 @@ def _counted(difference: torch.Tensor, addends: Mapping[str, torch.Tensor], u: f
     sizes = columns.norm(dim=0)
     if not bool(columns.isfinite().all()):
         return None
-    coefficients, errors = (scaled / sizes for scaled in _least_squares(columns / sizes, difference.reshape(-1)))
-    roundings = 2 * len(addends) ** 0.5 * u * float(sizes.norm()) / sizes
+    coefficients, errors, weights = (scaled / sizes for scaled in _least_squares(columns / sizes, difference.reshape(-1)))
+    roundings = 2 * len(addends) ** 0.5 * u * float(sizes.norm()) * weights
     texts = []
     for name, coefficient, error, alike in zip(addends, coefficients.tolist(), errors.tolist(), roundings.tolist(), strict=True):
         limit = max(HALF_A_TIME, ERRORS * error, alike)
@@ -104,8 +105,8 @@ def _counted(difference: torch.Tensor, addends: Mapping[str, torch.Tensor], u: f
     return texts
 
 
-def _least_squares(columns: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The coefficients of the columns in ``values``, and their standard errors.
+def _least_squares(columns: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The coefficients of the columns in ``values``, their standard errors, and how large values of norm 1 can make them.
 
     Errors of rounding grow with the number that is rounded, so that no one size of noise holds for all elements: each
     element's own residual stands for its noise, the larger the more that element alone decides (White's estimate, as HC3).
@@ -114,4 +115,4 @@ def _least_squares(columns: torch.Tensor, values: torch.Tensor) -> tuple[torch.T
     coefficients = inverse @ values
     leverage = (columns * inverse.T).sum(1).clamp(max=1 - 1e-6)
     residuals = (values - columns @ coefficients) / (1 - leverage)
-    return coefficients, (inverse * residuals).norm(dim=1)
+    return coefficients, (inverse * residuals).norm(dim=1), inverse.norm(dim=1)
