@@ -82,6 +82,14 @@ def test_operations_in_a_wider_dtype_round_by_its_digits() -> None:
     assert float((angles - (positions * 0.5).sin()).abs().max()) < 1e-3
 
 
+def test_sparse_tensors_are_left_alone() -> None:
+    ids, table = torch.tensor([1, 1, 3]), drawn().requires_grad_()
+    with RandomRounding(0):
+        torch.autograd.backward(nn.functional.embedding(ids, table, sparse=True).sum())
+    assert table.grad is not None and table.grad.is_sparse
+    assert table.grad.to_dense()[:, 0] == pytest.approx([0, 2, 0, 1], rel=1e-12)
+
+
 def test_forward_mode_and_its_zeros_are_left_alone() -> None:
     def tangent() -> Tensor:
         weight = drawn()

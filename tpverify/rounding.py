@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ONE_IN = 12
-"""Each way; which makes the error of a result as large, in the mean square, as half a rounding, evenly spread, is."""
+"""Each way: the mean square of a result's error is a sixth of its last digit's, as it is where a computer rounds stochastically."""
 
 
 class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,5 +60,8 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where a tensor's numbers are; 0 if it has none, as zeros that nobody has written down."""
-    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+    """Where a tensor's numbers are; 0 if they are nowhere, as zeros that nobody has written down, or in several places."""
+    try:
+        return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse
+        return 0
