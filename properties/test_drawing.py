@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 
 import pytest
-from hypothesis.errors import NonInteractiveExampleWarning
+from hypothesis import Phase, given, settings
 
 from tpverify.subjects.drawing import divisible
-
-DRAWS = 300
 
 
 def drawn(world_size: int, flawed: bool) -> Counter[int]:
     """How often which remainder of the world size comes."""
-    strategy = divisible(world_size, flawed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NonInteractiveExampleWarning)
-        return Counter(strategy.example() % world_size for _ in range(DRAWS))
+    found: Counter[int] = Counter()
+
+    @settings(max_examples=300, database=None, derandomize=True, deadline=None, phases=(Phase.generate,))
+    @given(divisible(world_size, flawed))
+    def collect(size: int) -> None:
+        assert size > 0
+        found[size % world_size] += 1
+
+    collect()
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
@@ -26,9 +29,9 @@ def test_a_size_divides(world_size: int) -> None:
     assert set(drawn(world_size, flawed=False)) == {0}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
 def test_a_flawed_size_does_not_and_its_double_often_does(world_size: int) -> None:
     remainders = drawn(world_size, flawed=True)
     assert set(remainders) == set(range(1, world_size))
     if world_size % 2 == 0:
-        assert remainders[world_size // 2] > DRAWS / 4
+        assert remainders[world_size // 2] >= remainders.total() / 2
