@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -205,3 +207,13 @@ def test_the_first_group_s_store_is_the_ranks_own_and_shared_by_all() -> None:
     assert [read for read, _, _ in found] == [b"1", b"2", b"0"]
     assert not any(left for _, _, left in found)
     assert all("on the rank's own thread but got thread='helper'" in stuck[0] for _, stuck, _ in found)
+
+
+def test_a_run_is_gone_at_its_end_without_garbage_being_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        worlds = simulate(lambda: weakref.ref(c10d._world), 3).results
+        assert [world() for world in worlds] == [None] * 3
+    finally:
+        gc.enable()

@@ -121,10 +121,9 @@ class NumpyRandom:
             self._restore(self._ranks[rank])
 
     def restore(self) -> None:
-        """The process's own generator is back, and the run is over."""
+        """The process's own generator is back."""
         if self._numpy is not None:
             self._restore(self._outside)
-            self._ranks.clear()  # not to hold them until garbage is collected
 
     def _present(self) -> _State:
         random = self._numpy.random  # type: ignore[union-attr]
